@@ -1,0 +1,173 @@
+"""Attention of the two passes: what is recorded of the ordinary forward, and how selected tokens attend in its place.
+
+Letters: B batch rows, H heads, G key/value heads, D head width, n tokens of a row, k selected ones.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from .errors import UnsupportedModelError
+from .scoring import eager_attention_weights
+
+
+# Arguments that change the attention formula; a call that has one goes through the model file's own eager function.
+SPECIAL_ARGUMENTS = ("softcap", "s_aux", "position_bias", "alibi")
+
+
+@dataclass
+class MaskRule:
+    """One mask of the model (one per layer type), kept as the function that it was built from."""
+
+    arguments: dict
+
+    def rows(self, queries: torch.Tensor) -> torch.Tensor:
+        """The rows of the mask for the given queries, at O(k * n) cost.
+
+        Args:
+            queries: (B, k) int64 positions.
+
+        Returns:
+            (B, 1, k, n) bool, True where attention is allowed.
+        """
+        n = self.arguments["kv_length"]
+        rule, padding = self.arguments["mask_function"], self.arguments["attention_mask"]
+        batch = torch.arange(len(queries), device=queries.device)
+        keys = torch.arange(n, device=queries.device)
+        head = torch.zeros(1, dtype=torch.long, device=queries.device)
+        if self.arguments.get("use_vmap"):  # a user's own mask function may not broadcast
+            over_keys = torch.vmap(rule, in_dims=(None, None, None, 0))
+            over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+            allowed = torch.vmap(over_queries, in_dims=(0, None, 0, None))(batch, head[0], queries, keys)[:, None]
+        else:
+            allowed = rule(batch[:, None, None, None], head[:, None, None], queries[:, None, :, None], keys)
+        if padding is not None:
+            allowed = allowed & padding[:, None, None, :n]
+        return allowed.expand(len(queries), 1, queries.shape[1], n)
+
+
+@dataclass
+class LayerRecord:
+    """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, key, value, device: str) -> "LayerRecord":
+        return cls(_own(key, device), _own(value, device))
+
+
+def _own(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Detach from the graph, and from a larger storage (a fused qkv projection would keep its queries alive)."""
+    tensor = tensor.detach()
+    if device == "cpu" and tensor.device.type != "cpu":
+        return tensor.to("cpu")
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+class _Splice(torch.autograd.Function):
+    """Write the selected tokens' keys (or values) over the recorded ones, in place; all other positions are constants."""
+
+    @staticmethod
+    def forward(ctx, fresh, store, rows, positions, slots):
+        ctx.save_for_backward(rows, positions, slots)
+        ctx.shape = fresh.shape
+        # `.data`: a recomputed layer writes again, into a storage whose first version autograd still watches.
+        store = store.data
+        store[rows, :, positions] = fresh[rows, :, slots].to(store.dtype)
+        return store
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, positions, slots = ctx.saved_tensors
+        fresh = gradient.new_zeros(ctx.shape)
+        fresh[rows, :, slots] = gradient[rows, :, positions]
+        return fresh, None, None, None, None
+
+
+@dataclass
+class SelectedPositions:
+    """(B, k) selected positions, and the list of those that are not empty slots."""
+
+    indices: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, mask: torch.Tensor) -> "SelectedPositions":
+        rows, slots = mask.nonzero(as_tuple=True)
+        return cls(indices, rows, indices[rows, slots], slots)
+
+    def splice(self, fresh: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+        """(B, G, k, D) fresh keys or values into the (B, G, n, D) recorded ones."""
+        return _Splice.apply(fresh, store.to(fresh.device), self.rows, self.positions, self.slots)
+
+
+class RowMasks:
+    """Mask rows as additive biases, built once per mask and shared by all layers that use it."""
+
+    def __init__(self):
+        self._built = {}
+
+    def bias(self, allowed: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
+        """(B, 1, k, n) bool -> (B, 1, repeats * k, n), 0 or the dtype's least number."""
+        key = (id(allowed), dtype, repeats)
+        if key not in self._built:
+            batch, _, k, n = allowed.shape
+            # Rows start at multiples of 8 elements, as the GPU kernels want; they would copy the mask per layer otherwise.
+            bias = torch.full(
+                (batch, 1, repeats, k, (n + 7) // 8 * 8), torch.finfo(dtype).min, dtype=dtype, device=allowed.device
+            )
+            bias[..., :n].masked_fill_(allowed[:, :, None], 0)
+            self._built[key] = (allowed, bias.flatten(2, 3)[..., :n])
+        return self._built[key][1]
+
+
+def attend_selected(module, query, key, value, allowed, masks: RowMasks, dropout=0.0, scaling=None, **kwargs):
+    """Attention of k selected queries over all n keys, without ever repeating keys or values over a head group.
+
+    Args:
+        query: (B, H, k, D); key, value: (B, G, n, D); allowed: (B, 1, k, n) bool.
+
+    Returns:
+        (B, k, H, D), as every attention function of transformers does.
+    """
+    if needs_eager(module, kwargs):
+        bias = masks.bias(allowed, query.dtype, 1)
+        return eager_function(module)(module, query, key, value, bias, dropout=dropout, scaling=scaling, **kwargs)[0]
+    batch, heads, k, width = query.shape
+    groups = key.shape[1]
+    repeats = heads // groups
+    folded = query.reshape(batch, groups, repeats * k, width)
+    bias = masks.bias(allowed, query.dtype, repeats)
+    output = scaled_dot_product_attention(folded, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling)
+    return output.reshape(batch, heads, k, -1).transpose(1, 2).contiguous()
+
+
+def attention_weights(module, query, key, value, allowed, scaling=None, **kwargs):
+    """Attention probabilities (B, H, q, n) of some queries, by the model file's own formula where that is special."""
+    if needs_eager(module, kwargs):
+        bias = RowMasks().bias(allowed, query.dtype, 1)
+        return eager_function(module)(module, query, key, value, bias, scaling=scaling, dropout=0.0, **kwargs)[1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return eager_attention_weights(query, key, allowed, scaling)
+
+
+def needs_eager(module: nn.Module, kwargs: dict) -> bool:
+    return hasattr(module, "sinks") or any(kwargs.get(name) is not None for name in SPECIAL_ARGUMENTS)
+
+
+def eager_function(module: nn.Module):
+    """The `eager_attention_forward` of the file that defines the module's class."""
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise UnsupportedModelError(f"{type(module).__name__} has no eager attention function that TokenSeek could use.")

@@ -1,0 +1,78 @@
+"""The loss of selected positions, and its gradient at the hidden states, without ever holding (tokens, vocabulary) logits.
+
+Letters: S positions, E hidden width, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+
+CHUNK_LOGITS = 2**23  # logits held at once: 32 MiB in float32
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, s, V) logits
+
+
+def token_losses(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Cross-entropy of each position. hidden (S, E), targets (S,) -> (S,), float32 or better."""
+    logits = head(hidden[None])[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+def weighted_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """sum over positions of weight * cross-entropy, differentiable.
+
+    With more logits than one chunk holds, each chunk's logits are recomputed in the backward instead of being kept.
+
+    Args:
+        hidden: (S, E); targets: (S,) int64; weights: (S,) float.
+    """
+    chunk = max(1, CHUNK_LOGITS // vocab_size)
+
+    def part(hidden, targets, weights):
+        losses = token_losses(head, hidden, targets, label_smoothing)
+        return (losses * weights.to(losses.dtype)).sum()
+
+    if len(hidden) <= chunk:
+        return part(hidden, targets, weights)
+    parts = zip(hidden.split(chunk), targets.split(chunk), weights.split(chunk), strict=True)
+    return torch.stack([checkpoint(part, *p, use_reentrant=False) for p in parts]).sum()
+
+
+def losses_and_gradient(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    need_gradient: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Cross-entropy of each position, and the gradient of their sum at `hidden`; parameters get no gradient.
+
+    Args:
+        hidden: (S, E), detached; targets: (S,) int64.
+
+    Returns:
+        losses (S,) and gradient (S, E) in hidden's dtype, None unless asked for. Nothing of them is attached to a graph.
+    """
+    losses, gradients = [], []
+    for h, t in zip(hidden.split(chunk := max(1, CHUNK_LOGITS // vocab_size)), targets.split(chunk), strict=True):
+        h = h.detach().requires_grad_(need_gradient)
+        with torch.set_grad_enabled(need_gradient):
+            loss = token_losses(head, h, t, label_smoothing)
+            if need_gradient:
+                gradients.append(torch.autograd.grad(loss.sum(), h)[0])
+        losses.append(loss.detach())
+    return torch.cat(losses), torch.cat(gradients) if need_gradient else None

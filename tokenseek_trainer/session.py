@@ -1,0 +1,527 @@
+"""`TokenSeekSession`: one context manager around a model, in which it can seek and ditch.
+
+Inside it the model's attention goes through the session. Outside, before and after, also after an exception, the model
+is exactly what it was: no registered function, hook, replaced forward or changed config stays behind.
+
+Letters: B batch rows, n tokens of a row, k selected ones, S positions that go through the head, E hidden width.
+"""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import (
+    LayerRecord,
+    MaskRule,
+    RowMasks,
+    SelectedPositions,
+    attend_selected,
+    attention_weights,
+    eager_function,
+)
+from .config import TokenSeekConfig
+from .errors import InputError, SelfCheckError, UnsupportedModelError
+from .instances import Instances, find_instances
+from .losses import losses_and_gradient, weighted_loss
+from .scoring import attention_received, combine, gradient_magnitude, importance
+from .selection import TokenSelection, random_scores
+from .structure import ModelStructure, inspect_model, uses_checkpointing
+
+
+NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
+
+
+@dataclass
+class SeekResult:
+    """What the seek pass found. None where the config's scorer does not need it.
+
+    Attributes:
+        context: (B, n), attention received (I1).
+        gradient: (B, n), gradient magnitude at the last block's input (I2), of the summed loss.
+        loss_sum: scalar, the summed cross-entropy of all supervised positions.
+    """
+
+    context: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    loss_sum: torch.Tensor | None = None
+
+    def scores(self, instances: Instances, config: TokenSeekConfig, step: int) -> torch.Tensor:
+        """(B, n) float64: scores to rank (`"topk"`), or importances to draw by (`"sample"`)."""
+        if config.scorer == "random":
+            if config.selection == "sample":
+                return torch.ones(instances.ids.shape, dtype=torch.float64, device=instances.ids.device)
+            return random_scores(instances, config.seed, step)
+        scores = combine(self.context, self.gradient, instances, config)
+        return importance(scores, instances, config) if config.selection == "sample" else scores
+
+
+class TokenSeekSession:
+    """Run the passes of TokenSeek on a model.
+
+    ```python
+    with TokenSeekSession(model, TokenSeekConfig()) as session:
+        instances = session.instances(batch)
+        found = session.seek(batch, instances)
+        selection = select(found.scores(instances, config, step), instances, config)
+        session.ditch(batch, instances, selection, num_items_in_batch).backward()
+    ```
+
+    The session must stay open until the backward is over: checkpointed blocks run again in it.
+
+    Args:
+        model: a transformers model, bare or wrapped by PEFT, DDP or FSDP.
+        config: the settings.
+        structure: what `inspect_model(model)` returned, if it is already known.
+    """
+
+    def __init__(self, model: nn.Module, config: TokenSeekConfig, structure: ModelStructure | None = None):
+        self.model = model
+        self.config = config
+        self.structure = structure or inspect_model(model)
+        self.context_blocks = _context_blocks(config, self.structure)
+        self.records: dict[nn.Module, LayerRecord] = {}
+        self._rules: list[MaskRule] = []
+        self._open = contextlib.ExitStack()
+        self._mode = None  # "seek", "ditch" or "head"
+        self._name = f"tokenseek_{id(self)}"
+
+    # ---- entering and leaving ----
+
+    def __enter__(self) -> "TokenSeekSession":
+        uses_checkpointing(self.structure.lm)
+        with contextlib.ExitStack() as stack:
+            AttentionInterface.register(self._name, self._attention)
+            stack.callback(AttentionInterface._global_mapping.pop, self._name)
+            AttentionMaskInterface.register(self._name, self._mask)
+            stack.callback(AttentionMaskInterface._global_mapping.pop, self._name)
+            self._base = self._replace_implementation(stack)
+            self._model_forward = self._replace_forward(stack, self.structure.outer, self._run_model)
+            self._decoder_forward = self._replace_forward(stack, self.structure.decoder, self._run_decoder)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._open.close()
+        self.records.clear()
+        self._rules, self._masks, self._mode = [], None, None
+
+    def _replace_implementation(self, stack) -> str:
+        """Point every config of the decoder at the session; return the attention that the user chose."""
+        configs = {id(m.config): m.config for m in self.structure.lm.modules() if hasattr(m, "config")}
+        before = {key: config._attn_implementation_internal for key, config in configs.items()}
+        chosen = self.structure.decoder.config._attn_implementation or "eager"
+        if chosen not in ("eager", *AttentionInterface().valid_keys()) or chosen.startswith("paged|"):
+            raise UnsupportedModelError(f"The attention implementation {chosen!r} is not supported for training.")
+
+        def restore():
+            for key, config in configs.items():
+                config._attn_implementation_internal = before[key]
+
+        stack.callback(restore)
+        for config in configs.values():
+            config._attn_implementation_internal = self._name
+        return chosen
+
+    def _replace_forward(self, stack, module: nn.Module, forward):
+        original = module.forward  # an instance attribute if accelerate wrapped it, else the class's method
+        had_own = "forward" in module.__dict__
+
+        def restore():
+            if had_own:
+                module.forward = original
+            else:
+                del module.forward
+
+        stack.callback(restore)
+        module.forward = forward
+        return original
+
+    # ---- the passes ----
+
+    def instances(self, inputs: dict) -> Instances:
+        """Find the documents of a batch and what they are supervised on."""
+        if inputs.get("shift_labels") is not None:
+            return find_instances(inputs, inputs["shift_labels"], shift=False)
+        return find_instances(inputs, inputs.get("labels"), self.structure.shift)
+
+    def seek(
+        self, inputs: dict, instances: Instances, *, scoring: bool = True, label_smoothing: float = 0.0
+    ) -> SeekResult:
+        """Run the ordinary forward on all tokens without grad, dropout off, recording keys and values of every block.
+
+        Dropout is off so that scores, and with them the selection, depend on the instance alone.
+
+        Args:
+            inputs: the model's inputs; labels and token columns in it are ignored.
+            scoring: False if the selection is known already, so that only keys and values are wanted.
+        """
+        self.records.clear()
+        self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
+        self._instances, self._smoothing = instances, label_smoothing
+        self._score_context = scoring and self.config.needs_context
+        self._score_gradient = scoring and self.config.needs_gradient
+        self._context_parts = []
+        self._found = SeekResult()
+        self._mode = "seek"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_dropout_off(self.structure.outer))
+            self._leaf = None
+            if self._score_gradient:
+                hook = self.structure.blocks[-1].register_forward_pre_hook(self._start_gradient, with_kwargs=True)
+                stack.callback(hook.remove)
+            self.model(**self._inputs(inputs, instances))
+            self._leaf = None
+        torch.clear_autocast_cache()  # weights that were cast without grad must not serve the ditch pass
+        self._check_all_recorded()
+        if self._score_context:
+            self._found.context = torch.stack(self._context_parts).mean(0)
+        self._mode = None
+        return self._found
+
+    def ditch(
+        self,
+        inputs: dict,
+        instances: Instances,
+        selection: TokenSelection,
+        num_items_in_batch=None,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        """Run the model with grad on the selected tokens only, and return the loss that stands for all tokens.
+
+        loss = (1/N) * sum over selected positions of weight * cross-entropy. Its gradient is that of the same loss in
+        the ordinary forward with hidden states, keys and values of all other positions detached.
+
+        Args:
+            inputs, instances: those of the preceding `seek`.
+            num_items_in_batch: N, the supervised positions of the whole accumulated, all-rank batch; None for those of
+                this batch.
+
+        Returns:
+            Scalar loss. With no supervised position it is 0 and its gradients are 0.
+        """
+        if not self.records:
+            raise RuntimeError("ditch() needs the keys and values of a seek() in the same session.")
+        n_items = instances.n_supervised.sum() if num_items_in_batch is None else num_items_in_batch
+        self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
+        self._instances, self._smoothing = instances, label_smoothing
+        self._start_ditch(selection)
+        return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
+
+    def recorded(self) -> list[torch.Tensor]:
+        """The keys and values that the last seek left, (B, G, n, D) each."""
+        return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
+
+    def self_check(self, inputs: dict, instances: Instances) -> float:
+        """Compare the ditch pass with the ordinary forward, block by block, at some positions of this batch.
+
+        Returns:
+            The greatest relative difference of any block.
+
+        Raises:
+            SelfCheckError: they differ by more than rounding; names the model type and the first block that does.
+        """
+        selection = _probe(instances)
+        blocks = self.structure.blocks
+        seen: list[list[torch.Tensor]] = []
+
+        def watch(block, args, kwargs, output, pick):
+            inside = args[0] if args else kwargs["hidden_states"]
+            output = output[0] if isinstance(output, tuple) else output
+            if not seen or len(seen[-1]) == 0:
+                seen[-1].append(pick(inside.detach()))
+            seen[-1].append(pick(output.detach()))
+
+        def run(call, pick):
+            seen.append([])
+            with contextlib.ExitStack() as stack:
+                for block in blocks:
+                    hook = block.register_forward_hook(
+                        lambda *a: watch(*a, pick=pick),
+                        with_kwargs=True,  # noqa: B023
+                    )
+                    stack.callback(hook.remove)
+                call()
+
+        run(lambda: self.seek(inputs, instances, scoring=False), selection.gather)
+        with torch.no_grad(), _dropout_off(self.structure.outer):
+            run(lambda: self.ditch(inputs, instances, selection), lambda x: x)
+        torch.clear_autocast_cache()
+        return self._compare(*seen, selection.mask)
+
+    def _compare(self, ordinary, ditched, mask) -> float:
+        worst = 0.0
+        if len(ordinary) != len(ditched) or len(ordinary) != len(self.structure.blocks) + 1:
+            raise SelfCheckError(
+                f"The {self.structure.model_type!r} model ran {len(ordinary) - 1} blocks in the ordinary forward and "
+                f"{len(ditched) - 1} in the ditch pass. {_REPORT}"
+            )
+        for layer, (a, b) in enumerate(zip(ordinary, ditched, strict=True)):
+            if a.shape != b.shape:
+                error = float("inf")
+            else:
+                a, b = a[mask].double(), b[mask].double()
+                error = float((a - b).norm() / a.norm().clamp(min=1e-30))
+            place = "at the embeddings" if layer == 0 else f"after block {layer - 1}"
+            tolerance = _tolerance(ordinary[layer].dtype, torch.is_autocast_enabled(ordinary[layer].device.type))
+            if not error <= max(tolerance, self._low_precision_tolerance()):
+                raise SelfCheckError(
+                    f"The ditch pass of this {self.structure.model_type!r} model does not reproduce its ordinary "
+                    f"forward: {place} the hidden states of the same tokens differ by {error:.1e} (allowed {tolerance:.0e}). "
+                    "The model uses something beside attention to mix tokens, or does not read position_ids. "
+                    + _REPORT
+                )
+            worst = max(worst, error)
+        return worst
+
+    def _low_precision_tolerance(self) -> float:
+        """Keys in bf16 or fp16 mean that the blocks compute in it, whatever dtype the residual stream has."""
+        return max(_tolerance(record.key.dtype, False) for record in self.records.values())
+
+    # ---- what the model calls ----
+
+    def _run_model(self, *args, **kwargs):
+        """Stands for the outer model's forward, inside DDP's and FSDP's hooks."""
+        if self._mode not in ("seek", "ditch"):
+            return self._model_forward(*args, **kwargs)
+        self._model_kwargs = kwargs
+        self._model_forward(*args, **kwargs)
+        hidden, self._hidden = self._hidden, None
+        if self._mode == "seek":
+            self._finish_seek(hidden)
+            return {}
+        return {"loss": self._ditch_loss(hidden)}
+
+    def _run_decoder(self, *args, **kwargs):
+        """Stands for the decoder's forward: keeps its hidden states, and lets the head see only one position of them."""
+        if self._mode == "head":
+            return _with_hidden(self._decoder_output, self._head_input)
+        if self._mode == "seek":
+            with torch.no_grad():  # ends the grad mode that the last block may have switched on
+                output = self._decoder_forward(*args, **kwargs)
+        else:
+            output = self._decoder_forward(*args, **kwargs)
+        self._hidden = output[0]
+        self._decoder_output = _with_hidden(output, None)
+        return _with_hidden(output, output[0][:, :1])
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
+        mode, self._mode, self._head_input = self._mode, "head", hidden
+        try:
+            return self._model_forward(**self._model_kwargs).logits
+        finally:
+            self._mode, self._head_input = mode, None
+
+    def _finish_seek(self, hidden) -> None:
+        if not (self._score_gradient or self._score_context):
+            return
+        where = self._instances.supervised
+        rows = hidden.detach()[where]
+        if len(rows) == 0:
+            self._found.loss_sum = torch.zeros((), device=hidden.device)
+            self._found.gradient = torch.zeros(where.shape, device=hidden.device) if self._score_gradient else None
+            return
+        losses, gradient = losses_and_gradient(
+            self._head,
+            rows,
+            self._instances.targets[where],
+            self.structure.vocab_size,
+            self._smoothing,
+            self._score_gradient,
+        )
+        self._found.loss_sum = losses.sum()
+        if self._score_gradient:
+            at_hidden = torch.zeros_like(hidden).index_put((where,), gradient.to(hidden.dtype))
+            (at_leaf,) = torch.autograd.grad(hidden, self._leaf, at_hidden)
+            self._found.gradient = gradient_magnitude(at_leaf)
+
+    def _start_gradient(self, block, args, kwargs):
+        """Before the last block: make its input a leaf, and keep a graph from here to the hidden states."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._leaf = hidden.detach().requires_grad_()
+        torch.set_grad_enabled(True)
+        if args:
+            return (self._leaf, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._leaf}
+
+    def _ditch_loss(self, hidden) -> torch.Tensor:
+        keep = self._selection.supervised
+        # Positions without a loss go to the head only if there is no other, so that every parameter gets a gradient.
+        if not keep.any():
+            return hidden.sum() * 0
+        weights = self._selection.weights[keep] * self._loss_scale
+        targets = self._selection.gather(self._instances.targets)[keep]
+        return weighted_loss(self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing)
+
+    def _attention(self, module, query, key, value, attention_mask, **kwargs):
+        """The registered attention function."""
+        if self._mode == "ditch":
+            return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
+        if self._mode == "seek":
+            self._record(module, query, key, value, attention_mask, **kwargs)
+        base = eager_function(module) if self._base == "eager" else AttentionInterface()[self._base]
+        return base(module, query, key, value, attention_mask, **kwargs)
+
+    def _record(self, module, query, key, value, attention_mask, **kwargs):
+        if module in self.records:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model calls one attention module twice in a forward (shared blocks), "
+                "which is not supported."
+            )
+        block = self.structure.block_index(module)
+        if self._score_context and block in self.context_blocks:
+            with torch.no_grad():
+                rule = self._rule_of(attention_mask)
+                kwargs.pop("dropout", None)
+                received = attention_received(
+                    lambda queries: attention_weights(
+                        module, _at(query, queries), key, value, rule.rows(queries), **kwargs
+                    ),
+                    self._instances.ids >= 0,
+                    query.shape[1],
+                )
+            self._context_parts.append(received)
+        self.records[module] = LayerRecord.of(key, value, self.config.kv_store)
+
+    def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
+        if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model does not build its attention masks through transformers' mask "
+                "interface, so the rows of the selected tokens are not known."
+            )
+        record = self.records[module]
+        key = self._positions.splice(key, record.key)
+        value = self._positions.splice(value, record.value)
+        return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
+
+    def _mask(self, *args, **kwargs):
+        """The registered mask function: called once per mask, in the same order in both passes."""
+        if self._mode == "ditch":
+            rule = self._rules[self._n_masks]
+            self._n_masks += 1
+            return rule.rows(self._selection.indices)
+        mask = AttentionMaskInterface()[self._base](*args, **kwargs)
+        if self._mode == "seek":
+            self._rules.append(MaskRule(kwargs))
+            # Masks that were not needed (None) stand for plain causal or full attention: any rule that gave None is it.
+            self._rule_of_mask[None if mask is None else id(mask)] = (self._rules[-1], mask)
+        return mask
+
+    def _rule_of(self, mask) -> MaskRule:
+        found = self._rule_of_mask.get(None if mask is None else id(mask))
+        if found is None:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
+                "cannot be scored. Use scorer='gradient'."
+            )
+        return found[0]
+
+    # ---- inputs ----
+
+    def _start_ditch(self, selection: TokenSelection) -> None:
+        self._selection = selection
+        self._positions = SelectedPositions.of(selection.indices, selection.mask)
+        self._n_tokens = self._instances.ids.shape[1]
+        self._n_masks = 0
+        self._mode = "ditch"
+
+    def _inputs(self, inputs: dict, instances: Instances) -> dict:
+        kept = {k: v for k, v in inputs.items() if k not in NOT_FOR_MODEL and v is not None}
+        kept["position_ids"] = instances.position_ids
+        if self.structure.forward_accepts("use_cache"):
+            kept["use_cache"] = False
+        return kept
+
+    def _selected_inputs(self, inputs: dict, instances: Instances, selection: TokenSelection) -> dict:
+        """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it."""
+        shape = instances.ids.shape
+        selected = self._inputs(inputs, instances)
+        selected.pop("attention_mask", None)
+        for name, value in selected.items():
+            if isinstance(value, torch.Tensor):
+                if value.shape[:2] != shape:
+                    raise InputError(
+                        f"The input {name!r} has shape {tuple(value.shape)}. TokenSeek can gather only inputs that begin "
+                        f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
+                    )
+                selected[name] = selection.gather(value)
+        return selected
+
+    def _check_all_recorded(self) -> None:
+        owners = {self.structure.block_index(module) for module in self.records}
+        missing = [i for i in range(len(self.structure.blocks)) if i not in owners]
+        if missing:
+            raise UnsupportedModelError(
+                f"Block {missing[0]} of the {self.structure.model_type!r} model does not call transformers' attention "
+                "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
+                "attention by hand."
+            )
+
+
+_REPORT = (
+    "Training with TokenSeek would give wrong gradients, so it stops here; use the ordinary Trainer for this model."
+)
+
+
+def _context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
+    n = len(structure.blocks)
+    if config.context_layers == "last":
+        return {n - 1}
+    if config.context_layers == "all":
+        return set(range(n))
+    bad = [i for i in config.context_layers if not -n <= i < n]
+    if bad:
+        raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
+    return {i % n for i in config.context_layers}
+
+
+@contextlib.contextmanager
+def _dropout_off(model: nn.Module):
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _with_hidden(output, hidden):
+    """A copy of a decoder's output with other hidden states."""
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    output = copy.copy(output)
+    output["last_hidden_state" if "last_hidden_state" in output else next(iter(output))] = hidden
+    return output
+
+
+def _at(tensor: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Take positions (B, q) of a (B, H, n, D) tensor: (B, H, q, D)."""
+    return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def _probe(instances: Instances, most: int = 64) -> TokenSelection:
+    """About every second real token of each row, at most `most`: some tokens are then ditched in every row."""
+    real = instances.ids >= 0
+    place = real.long().cumsum(-1) - 1
+    stride = max(2, -(-int(real.sum(-1).max()) // most))
+    keep = real & (place % stride == stride - 1)
+    k = max(1, int(keep.sum(-1).max()))
+    indices = torch.argsort(~keep, dim=1, stable=True)[:, :k]
+    mask = keep.gather(1, indices)
+    weights = (mask & instances.supervised.gather(1, indices)).double()
+    return TokenSelection(torch.where(mask, indices, 0), mask, weights)
+
+
+def _tolerance(dtype: torch.dtype, autocast: bool) -> float:
+    """Allowed relative difference: what rounding alone explains, with room for the depth of the model."""
+    if autocast or dtype in (torch.bfloat16, torch.float16):
+        return 5e-2
+    return 1e-9 if dtype == torch.float64 else 1e-3

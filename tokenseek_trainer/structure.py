@@ -1,0 +1,150 @@
+"""`ModelStructure`: the parts of a model that the method touches, and the refusal of models that it cannot train."""
+
+import inspect
+from dataclasses import dataclass
+
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from .errors import UnsupportedModelError
+
+
+ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """Where the passes of a session hook in.
+
+    Attributes:
+        outer: what a DDP wrapper calls; the model itself, or its PeftModel.
+        lm: the transformers model with its head.
+        decoder: the stack of blocks, without the head (`lm.base_model`).
+        blocks: the transformer blocks, first to last.
+        shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
+        vocab_size: width of the logits.
+    """
+
+    outer: nn.Module
+    lm: PreTrainedModel
+    decoder: nn.Module
+    blocks: tuple[nn.Module, ...]
+    shift: bool
+    vocab_size: int
+
+    @property
+    def model_type(self) -> str:
+        return self.lm.config.model_type
+
+    def block_index(self, module: nn.Module) -> int | None:
+        """Index of the block that contains `module`, None if none does."""
+        return self._block_of.get(module)
+
+    @property
+    def _block_of(self) -> dict:
+        if "_cached_block_of" not in self.__dict__:
+            owners = {module: i for i, block in enumerate(self.blocks) for module in block.modules()}
+            object.__setattr__(self, "_cached_block_of", owners)
+        return self.__dict__["_cached_block_of"]
+
+    def forward_accepts(self, name: str) -> bool:
+        """Whether the model's or the decoder's forward names this argument."""
+        return any(name in inspect.signature(type(m).forward).parameters for m in (self.lm, self.decoder))
+
+
+def inspect_model(model: nn.Module) -> ModelStructure:
+    """Find the parts of a (possibly wrapped) model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be trained with token ditching; the message says why.
+    """
+    outer = extract_model_from_parallel(model, keep_fp32_wrapper=True)
+    if isinstance(outer, nn.DataParallel):
+        raise UnsupportedModelError(
+            "nn.DataParallel is not supported. Start one process per GPU with `accelerate launch`."
+        )
+    is_peft = hasattr(outer, "peft_config") and hasattr(outer, "get_base_model")
+    if is_peft and getattr(outer.active_peft_config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{outer.active_peft_config.peft_type.value} adds virtual tokens, whose activations cannot be ditched. "
+            "Use an adapter method such as LoRA, DoRA or LoHa."
+        )
+    lm = outer.get_base_model() if is_peft else outer
+    if not isinstance(lm, PreTrainedModel):
+        raise UnsupportedModelError(f"The model must be a transformers PreTrainedModel, got {type(lm).__name__}.")
+    _refuse_unsupported(lm)
+    decoder = lm.base_model
+    structure = ModelStructure(
+        outer=outer,
+        lm=lm,
+        decoder=decoder,
+        blocks=_find_blocks(lm, decoder),
+        shift=lm.loss_function is ForCausalLMLoss,
+        vocab_size=lm.config.get_text_config().vocab_size,
+    )
+    if not structure.forward_accepts("position_ids"):
+        raise UnsupportedModelError(
+            f"{type(lm).__name__} (model type {structure.model_type!r}) takes no position_ids, so selected tokens "
+            "cannot be told where they stand."
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
+        raise UnsupportedModelError(
+            f"{type(lm).__name__} (model type {structure.model_type!r}) numbers positions from its padding index, which "
+            "is not supported."
+        )
+    return structure
+
+
+def _refuse_unsupported(lm: PreTrainedModel) -> None:
+    name = f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+    if any(p.is_meta for p in lm.parameters()):
+        raise UnsupportedModelError(
+            f"{name} has parameters on the meta device, without values. Load the weights before training."
+        )
+    if lm.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders are supported.")
+    layer_types = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    other = sorted(layer_types - set(ATTENTION_LAYER_TYPES))
+    if lm._is_stateful or other:
+        which = f"layers of type {', '.join(other)}" if other else "recurrent or state-space layers"
+        raise UnsupportedModelError(
+            f"{name} has {which}, which mix tokens outside attention: a ditched token cannot be made a constant there. "
+            "Use an attention-only model."
+        )
+    if lm.base_model is lm:
+        raise UnsupportedModelError(f"{name} has no head. Load it with AutoModelForCausalLM or AutoModelForMaskedLM.")
+    if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
+        raise UnsupportedModelError(
+            f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
+            "masked language modelling."
+        )
+
+
+def _find_blocks(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:
+    n_layers = lm.config.get_text_config().num_hidden_layers
+    for module in decoder.modules():  # outermost first
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return tuple(module)
+    raise UnsupportedModelError(
+        f"{type(lm).__name__} (model type {lm.config.model_type!r}) has no list of {n_layers} blocks, as its "
+        "config.num_hidden_layers says."
+    )
+
+
+def uses_checkpointing(model: nn.Module) -> bool:
+    """Whether activation checkpointing is on.
+
+    Raises:
+        UnsupportedModelError: it is on in its reentrant form, which replays the forward without its inputs' graph.
+    """
+    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in on:
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise UnsupportedModelError(
+                "Reentrant activation checkpointing is not supported. Set "
+                "activation_checkpointing_kwargs={'use_reentrant': False}."
+            )
+    return bool(on)

@@ -1,0 +1,128 @@
+"""Tiny models, awkward batches and the oracle that the method is tested against.
+
+The oracle is the definition, taken literally: an ordinary forward of all tokens in which every value of a ditched token
+is detached. It shares no code with the product and has none of its memory saving.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+VOCAB_SIZE = 64
+
+
+def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides) -> nn.Module:
+    """A random model of 3 small blocks: "llama" (GQA), "mistral" (sliding window 4), "gpt2" or "bert" (bidirectional)."""
+    import transformers as t
+
+    decoder = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    gpt2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    bert = {k: v for k, v in decoder.items() if k != "num_key_value_heads"}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    bert_no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    families = {
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig, decoder),
+        "mistral": (t.MistralForCausalLM, t.MistralConfig, {**decoder, "sliding_window": 4}),
+        "gpt2": (t.GPT2LMHeadModel, t.GPT2Config, {**gpt2, **no_dropout, "bos_token_id": 0, "eos_token_id": 0}),
+        "bert": (t.BertForMaskedLM, t.BertConfig, {**bert, **bert_no_dropout}),
+    }
+    model_class, config_class, settings = families[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**{**settings, **overrides})).to(dtype)
+        with torch.no_grad():  # the default initialisation is so small that attention would be uniform
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(4)
+    return model.train()
+
+
+def ragged_batch(
+    lengths=(4, 9, 6, 12), *, left: bool = False, pad_to: int = 0, seed: int = 0, n_prompt: int = 0
+) -> dict:
+    """Rows of random tokens, padded to the longest (or to `pad_to`), all supervised but the first `n_prompt` tokens.
+
+    A row's content depends on its length and the seed only.
+    """
+    n = max(*lengths, pad_to) if len(lengths) > 1 else max(lengths[0], pad_to)
+    batch = {
+        "input_ids": torch.zeros(len(lengths), n, dtype=torch.long),
+        "attention_mask": torch.zeros(len(lengths), n, dtype=torch.long),
+        "labels": torch.full((len(lengths), n), -100),
+    }
+    for row, length in enumerate(lengths):
+        tokens = torch.randint(1, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed + 1000 * length))
+        where = slice(n - length, n) if left else slice(0, length)
+        batch["input_ids"][row, where] = tokens
+        batch["attention_mask"][row, where] = 1
+        labels = tokens.clone()
+        labels[: max(n_prompt, 1)] = -100
+        batch["labels"][row, where] = labels
+    batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return batch
+
+
+def packed_batch(lengths=(5, 8), *, seed: int = 0) -> dict:
+    """One row that holds several documents, told apart by position_ids only."""
+    documents = [ragged_batch((length,), seed=seed) for length in lengths]
+    names = ("input_ids", "labels", "position_ids")
+    return {name: torch.cat([document[name] for document in documents], dim=1) for name in names}
+
+
+@contextlib.contextmanager
+def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
+    """Inside, every module of `model` detaches its output at the positions where `keep` (B, n) is False.
+
+    That is more than the definition asks for (hidden states after the embeddings and every block, keys and values), and
+    gives the same gradient: a ditched position's outputs are then constants everywhere.
+    """
+    shape = keep.shape
+
+    def detach(_module, _inputs, output):
+        if isinstance(output, torch.Tensor) and output.shape[:2] == shape:
+            where = keep.reshape(shape + (1,) * (output.ndim - 2))
+            return torch.where(where, output, output.detach())
+        return output
+
+    hooks = [module.register_forward_hook(detach) for module in model.base_model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def oracle_loss(model: nn.Module, batch: dict, keep: torch.Tensor, weights: torch.Tensor, n_items, shift: bool = True):
+    """(1/N) * sum over kept positions of weight * cross-entropy, from the full logits. keep, weights: (B, n)."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with ditched_tokens_detached(model, keep):
+        logits = model(**inputs, use_cache=False).logits if shift else model(**inputs).logits
+    labels = batch["labels"]
+    if shift:
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return (losses.view_as(labels) * weights * keep).sum() / n_items
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Clones of all gradients by parameter name (zeros where there is none); the model's own are cleared."""
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def relative_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Greatest difference of any parameter's gradient, relative to the norm of b's over all parameters."""
+    scale = torch.stack([value.double().norm() for value in b.values()]).norm()
+    return float(max((a[name].double() - b[name].double()).norm() for name in b) / scale)

@@ -1,0 +1,325 @@
+"""`TokenSeekTrainer`: transformers' Trainer whose training steps keep activations for a few tokens only.
+
+Evaluation, prediction, saving and everything between two training steps are the stock Trainer's.
+"""
+
+import contextlib
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
+
+from .collator import TOKEN_COLUMNS, TokenSeekCollator
+from .config import CONFIG_NAME, TokenSeekConfig
+from .errors import ConfigError, InputError, UnsupportedModelError
+from .instances import find_instances
+from .memory import SavedBytes, peak_device_bytes
+from .selection import TokenSelection, select, select_given
+from .session import TokenSeekSession
+from .structure import inspect_model
+
+
+MIB = 2**20
+
+
+class TokenSeekMixin:
+    """Gives a transformers Trainer (or a subclass of it) training steps with token ditching.
+
+    Args:
+        tokenseek: the settings; None for the default ones. Everything else is the Trainer's own.
+
+    It logs beside `loss`, averaged over the optimizer steps since the last log:
+        full_loss: the loss over all supervised tokens, from the seek pass (absent with `scorer="random"`).
+        kept_tokens, supervised_kept: tokens kept per optimizer step on this process, and those of them that carry a loss.
+        kept_fraction: kept tokens / real tokens.
+        saved_mib: MiB kept for the backward by one micro-batch: by autograd, and the recorded keys and values.
+        peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
+    """
+
+    def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
+        self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
+        if not isinstance(self.tokenseek, TokenSeekConfig):
+            raise ConfigError(
+                f"tokenseek must be a TokenSeekConfig, got {type(tokenseek).__name__}. "
+                "Write tokenseek=TokenSeekConfig(ratio=0.1), or TokenSeekConfig.from_dict(...) for a mapping."
+            )
+        self._session: TokenSeekSession | None = None
+        self._checked = False
+        self._window = _Window()
+        super().__init__(*args, **kwargs)
+        self._structure = inspect_model(self.model)
+        self._refuse_combinations()
+
+    def _refuse_combinations(self) -> None:
+        args = self.args
+        if args.n_gpu > 1:
+            raise UnsupportedModelError(
+                f"Trainer would run nn.DataParallel over {args.n_gpu} GPUs, which is not supported. Start one process "
+                "per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
+            )
+        if args.torch_compile:
+            raise UnsupportedModelError(
+                "torch_compile=True is not supported: the number of kept tokens changes from batch to batch."
+            )
+        if self.compute_loss_func is not None:
+            raise UnsupportedModelError(
+                "compute_loss_func is not supported: it would need the logits of all tokens. Use the model's own loss."
+            )
+        checkpointing = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
+            args, "gradient_checkpointing_kwargs", None
+        )
+        if (checkpointing or {}).get("use_reentrant"):
+            raise UnsupportedModelError(
+                "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
+            )
+        if (
+            isinstance(self.train_dataset, IterableDataset)
+            and args.max_steps <= 0
+            and not hasattr(self.train_dataset, "__len__")
+        ):
+            raise ConfigError(
+                f"The training data set has no length ({type(self.train_dataset).__name__}), so max_steps must be positive; "
+                f"got {args.max_steps}."
+            )
+
+    # ---- one training step ----
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
+        """The stock step inside a session, which stays open until the backward is over."""
+        if self._keeps_all(inputs):
+            return super().training_step(model, inputs, *args, **kwargs)
+        with self._open_session(model) as self._session:
+            try:
+                return super().training_step(model, inputs, *args, **kwargs)
+            finally:
+                self._session = None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ):
+        """In training: the loss of the selected tokens that stands for all. In evaluation: the stock loss.
+
+        With `return_outputs=True` in training the outputs hold the loss and no logits.
+
+        Raises:
+            InputError: the batch has no labels, or token columns that do not fit it.
+        """
+        inputs = self._with_position_ids(inputs)
+        if not model.training or self._keeps_all(inputs):
+            stock = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
+            with self._window.counting(self.model) if model.training else contextlib.nullcontext():
+                result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
+            if model.training:
+                loss = result[0] if return_outputs else result
+                self._window.add_ordinary(inputs, loss, num_items_in_batch, self._structure.shift, self._accumulation)
+            return result
+        if self._session is None:  # called outside training_step; without checkpointing the graph outlives the session
+            with self._open_session(model) as self._session:
+                try:
+                    return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+                finally:
+                    self._session = None
+        loss = self._tokenseek_loss(inputs, num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # as the stock Trainer does: DDP averages over processes
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            raise InputError(
+                f"The batch has no labels (it has: {', '.join(sorted(inputs))}). Give the data set a 'labels' column, or use "
+                "TokenSeekCollator, which makes them from input_ids."
+            )
+        session, smoothing = self._session, self.args.label_smoothing_factor
+        instances = session.instances(inputs)
+        if self.tokenseek.self_check and not self._checked:
+            session.self_check(inputs, instances)
+            self._checked = True
+        given = inputs.get("token_indices")
+        scores = inputs.get("token_scores")
+        found = session.seek(inputs, instances, scoring=given is None and scores is None, label_smoothing=smoothing)
+        if given is not None:
+            selection = select_given(given, instances, self.tokenseek)
+        else:
+            if scores is None:
+                scores = found.scores(instances, self.tokenseek, self.state.global_step)
+            selection = select(
+                scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
+            )
+        with self._window.counting(self.model) as saved:
+            loss = session.ditch(inputs, instances, selection, num_items_in_batch, label_smoothing=smoothing)
+            if saved is not None:
+                saved.add(*session.recorded())
+        self._window.add(instances, selection, found.loss_sum, num_items_in_batch, self._accumulation)
+        return loss
+
+    def _keeps_all(self, inputs: dict[str, Any]) -> bool:
+        """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
+        return self.tokenseek.ratio == 1.0 and inputs.get("token_indices") is None
+
+    @property
+    def _accumulation(self) -> int:
+        return getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _open_session(self, model: nn.Module) -> TokenSeekSession:
+        return TokenSeekSession(model, self.tokenseek, self._structure)
+
+    def _with_position_ids(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Count positions from the first real token, so that left padding does not shift them."""
+        mask = inputs.get("attention_mask")
+        if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
+            return inputs
+        return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+    # ---- columns, logs, checkpoints ----
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        extra = (*TOKEN_COLUMNS, "position_ids", "completion_mask")
+        self._signature_columns += [name for name in extra if name not in self._signature_columns]
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        inputs = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def train(self, *args, **kwargs):
+        """Train, then warn if no token of the whole run carried a loss.
+
+        Activation checkpointing of the training arguments applies to the ditch pass.
+        """
+        self._window = _Window()
+        output = super().train(*args, **kwargs)
+        if self._window.supervised_ever is not None and int(self._window.supervised_ever) == 0:
+            warnings.warn(
+                "No token of the training data carried a loss, so nothing was learned: every label was -100. Check the "
+                "prompt masking and the maximum length.",
+                stacklevel=2,
+            )
+        return output
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if "loss" in logs:
+            logs.update(self._window.flush(self.args.device))
+        super().log(logs, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict=state_dict)
+        path = os.path.join(output_dir or self.args.output_dir, CONFIG_NAME)
+        with open(path, "w") as file:
+            file.write(self.tokenseek.to_json())
+
+
+class _Window:
+    """Sums since the last log, kept on the device so that no step waits for them."""
+
+    def __init__(self):
+        self.supervised_ever = None
+        self._clear()
+
+    def _clear(self):
+        self.sums: dict[str, Any] = {}
+        self.optimizer_steps = 0.0
+        self.saved_bytes = None
+
+    @contextlib.contextmanager
+    def counting(self, model):
+        """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down."""
+        if self.saved_bytes is not None:
+            yield None
+            return
+        with SavedBytes(model) as saved:
+            yield saved
+        self.saved_bytes = saved.total
+
+    def add(self, instances, selection: TokenSelection, loss_sum, num_items_in_batch, accumulation) -> None:
+        """A micro-batch of which the selection was kept."""
+        n_supervised = instances.n_supervised.sum()
+        full_loss = None
+        if loss_sum is not None:
+            share = n_supervised.clamp(min=1) * accumulation if num_items_in_batch is None else num_items_in_batch
+            full_loss = loss_sum / share
+        self._add(
+            accumulation,
+            n_supervised,
+            kept=selection.mask.sum(),
+            real=instances.n_tokens.sum(),
+            supervised_kept=selection.supervised.sum(),
+            full_loss=full_loss,
+        )
+
+    def add_ordinary(self, inputs, loss, num_items_in_batch, shift, accumulation) -> None:
+        """A micro-batch of ordinary training."""
+        labels = inputs.get("shift_labels")
+        instances = find_instances(
+            inputs, inputs.get("labels") if labels is None else labels, shift and labels is None
+        )
+        n_supervised, n_tokens = instances.n_supervised.sum(), instances.n_tokens.sum()
+        full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
+        self._add(
+            accumulation, n_supervised, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss
+        )
+
+    def _add(self, accumulation, n_supervised, **values):
+        self.supervised_ever = n_supervised if self.supervised_ever is None else self.supervised_ever + n_supervised
+        self.optimizer_steps += 1 / accumulation
+        for name, value in values.items():
+            if value is not None:
+                self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def flush(self, device: torch.device) -> dict[str, float]:
+        """The means of the window, which then starts anew."""
+        if not self.sums:
+            return {}
+        sums = {name: float(value) for name, value in self.sums.items()}
+        logs = {
+            "kept_tokens": sums["kept"] / self.optimizer_steps,
+            "kept_fraction": sums["kept"] / max(sums["real"], 1),
+            "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
+        }
+        if "full_loss" in sums:
+            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps
+        if self.saved_bytes is not None:
+            logs["saved_mib"] = self.saved_bytes / MIB
+        peak = peak_device_bytes(device)
+        if peak is not None:
+            logs["peak_memory_mib"] = peak / MIB
+            torch.cuda.reset_peak_memory_stats(device)
+        self._clear()
+        return logs
+
+
+class TokenSeekTrainer(TokenSeekMixin, Trainer):
+    """Drop-in for `transformers.Trainer`.
+
+    ```python
+    trainer = TokenSeekTrainer(model=model, args=args, train_dataset=data, tokenseek=TokenSeekConfig(ratio=0.1))
+    trainer.train()
+    ```
+
+    Args:
+        tokenseek: the settings; None for the default ones.
+        data_collator: default `TokenSeekCollator` with the tokenizer's padding token.
+        Everything else: as for `transformers.Trainer`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: at construction, before any compute, for a setting, model or combination
+            that cannot work.
+    """
+
+    def __init__(
+        self, model=None, args=None, data_collator=None, *rest, tokenseek: TokenSeekConfig | None = None, **kwargs
+    ):
+        super().__init__(model, args, data_collator, *rest, tokenseek=tokenseek, **kwargs)
+        if data_collator is None:
+            pad = getattr(self.processing_class, "pad_token_id", None)
+            self.data_collator = TokenSeekCollator(pad_token_id=pad, causal=self._structure.shift)
