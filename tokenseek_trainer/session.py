@@ -24,9 +24,10 @@ from .attention import (
     eager_function,
 )
 from .config import TokenSeekConfig
-from .errors import InputError, SelfCheckError, UnsupportedModelError
+from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
 from .losses import losses_and_gradient, weighted_loss
+from .patching import attention_replaced, dropout_off, forward_replaced
 from .scoring import attention_received, combine, gradient_magnitude, importance
 from .selection import TokenSelection, random_scores
 from .structure import ModelStructure, inspect_model, uses_checkpointing
@@ -92,15 +93,12 @@ class TokenSeekSession:
     # ---- entering and leaving ----
 
     def __enter__(self) -> "TokenSeekSession":
-        uses_checkpointing(self.structure.lm)
+        lm, decoder, outer = self.structure.lm, self.structure.decoder, self.structure.outer
+        uses_checkpointing(lm)
         with contextlib.ExitStack() as stack:
-            AttentionInterface.register(self._name, self._attention)
-            stack.callback(AttentionInterface._global_mapping.pop, self._name)
-            AttentionMaskInterface.register(self._name, self._mask)
-            stack.callback(AttentionMaskInterface._global_mapping.pop, self._name)
-            self._base = self._replace_implementation(stack)
-            self._model_forward = self._replace_forward(stack, self.structure.outer, self._run_model)
-            self._decoder_forward = self._replace_forward(stack, self.structure.decoder, self._run_decoder)
+            self._base = stack.enter_context(attention_replaced(lm, decoder, self._name, self._attention, self._mask))
+            self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
+            self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
             self._open = stack.pop_all()
         return self
 
@@ -108,37 +106,6 @@ class TokenSeekSession:
         self._open.close()
         self.records.clear()
         self._rules, self._masks, self._mode = [], None, None
-
-    def _replace_implementation(self, stack) -> str:
-        """Point every config of the decoder at the session; return the attention that the user chose."""
-        configs = {id(m.config): m.config for m in self.structure.lm.modules() if hasattr(m, "config")}
-        before = {key: config._attn_implementation_internal for key, config in configs.items()}
-        chosen = self.structure.decoder.config._attn_implementation or "eager"
-        if chosen not in ("eager", *AttentionInterface().valid_keys()) or chosen.startswith("paged|"):
-            raise UnsupportedModelError(f"The attention implementation {chosen!r} is not supported for training.")
-
-        def restore():
-            for key, config in configs.items():
-                config._attn_implementation_internal = before[key]
-
-        stack.callback(restore)
-        for config in configs.values():
-            config._attn_implementation_internal = self._name
-        return chosen
-
-    def _replace_forward(self, stack, module: nn.Module, forward):
-        original = module.forward  # an instance attribute if accelerate wrapped it, else the class's method
-        had_own = "forward" in module.__dict__
-
-        def restore():
-            if had_own:
-                module.forward = original
-            else:
-                del module.forward
-
-        stack.callback(restore)
-        module.forward = forward
-        return original
 
     # ---- the passes ----
 
@@ -169,7 +136,7 @@ class TokenSeekSession:
         self._mode = "seek"
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_dropout_off(self.structure.outer))
+            stack.enter_context(dropout_off(self.structure.outer))
             self._leaf = None
             if self._score_gradient:
                 hook = self.structure.blocks[-1].register_forward_pre_hook(self._start_gradient, with_kwargs=True)
@@ -216,72 +183,6 @@ class TokenSeekSession:
     def recorded(self) -> list[torch.Tensor]:
         """The keys and values that the last seek left, (B, G, n, D) each."""
         return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
-
-    def self_check(self, inputs: dict, instances: Instances) -> float:
-        """Compare the ditch pass with the ordinary forward, block by block, at some positions of this batch.
-
-        Returns:
-            The greatest relative difference of any block.
-
-        Raises:
-            SelfCheckError: they differ by more than rounding; names the model type and the first block that does.
-        """
-        selection = _probe(instances)
-        blocks = self.structure.blocks
-        seen: list[list[torch.Tensor]] = []
-
-        def watch(block, args, kwargs, output, pick):
-            inside = args[0] if args else kwargs["hidden_states"]
-            output = output[0] if isinstance(output, tuple) else output
-            if not seen or len(seen[-1]) == 0:
-                seen[-1].append(pick(inside.detach()))
-            seen[-1].append(pick(output.detach()))
-
-        def run(call, pick):
-            seen.append([])
-            with contextlib.ExitStack() as stack:
-                for block in blocks:
-                    hook = block.register_forward_hook(
-                        lambda *a: watch(*a, pick=pick),
-                        with_kwargs=True,  # noqa: B023
-                    )
-                    stack.callback(hook.remove)
-                call()
-
-        run(lambda: self.seek(inputs, instances, scoring=False), selection.gather)
-        with torch.no_grad(), _dropout_off(self.structure.outer):
-            run(lambda: self.ditch(inputs, instances, selection), lambda x: x)
-        torch.clear_autocast_cache()
-        return self._compare(*seen, selection.mask)
-
-    def _compare(self, ordinary, ditched, mask) -> float:
-        worst = 0.0
-        if len(ordinary) != len(ditched) or len(ordinary) != len(self.structure.blocks) + 1:
-            raise SelfCheckError(
-                f"The {self.structure.model_type!r} model ran {len(ordinary) - 1} blocks in the ordinary forward and "
-                f"{len(ditched) - 1} in the ditch pass. {_REPORT}"
-            )
-        for layer, (a, b) in enumerate(zip(ordinary, ditched, strict=True)):
-            if a.shape != b.shape:
-                error = float("inf")
-            else:
-                a, b = a[mask].double(), b[mask].double()
-                error = float((a - b).norm() / a.norm().clamp(min=1e-30))
-            place = "at the embeddings" if layer == 0 else f"after block {layer - 1}"
-            tolerance = _tolerance(ordinary[layer].dtype, torch.is_autocast_enabled(ordinary[layer].device.type))
-            if not error <= max(tolerance, self._low_precision_tolerance()):
-                raise SelfCheckError(
-                    f"The ditch pass of this {self.structure.model_type!r} model does not reproduce its ordinary "
-                    f"forward: {place} the hidden states of the same tokens differ by {error:.1e} (allowed {tolerance:.0e}). "
-                    "The model uses something beside attention to mix tokens, or does not read position_ids. "
-                    + _REPORT
-                )
-            worst = max(worst, error)
-        return worst
-
-    def _low_precision_tolerance(self) -> float:
-        """Keys in bf16 or fp16 mean that the blocks compute in it, whatever dtype the residual stream has."""
-        return max(_tolerance(record.key.dtype, False) for record in self.records.values())
 
     # ---- what the model calls ----
 
@@ -464,11 +365,6 @@ class TokenSeekSession:
             )
 
 
-_REPORT = (
-    "Training with TokenSeek would give wrong gradients, so it stops here; use the ordinary Trainer for this model."
-)
-
-
 def _context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
     n = len(structure.blocks)
     if config.context_layers == "last":
@@ -479,18 +375,6 @@ def _context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[i
     if bad:
         raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
     return {i % n for i in config.context_layers}
-
-
-@contextlib.contextmanager
-def _dropout_off(model: nn.Module):
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _with_hidden(output, hidden):
@@ -505,23 +389,3 @@ def _with_hidden(output, hidden):
 def _at(tensor: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Take positions (B, q) of a (B, H, n, D) tensor: (B, H, q, D)."""
     return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
-
-
-def _probe(instances: Instances, most: int = 64) -> TokenSelection:
-    """About every second real token of each row, at most `most`: some tokens are then ditched in every row."""
-    real = instances.ids >= 0
-    place = real.long().cumsum(-1) - 1
-    stride = max(2, -(-int(real.sum(-1).max()) // most))
-    keep = real & (place % stride == stride - 1)
-    k = max(1, int(keep.sum(-1).max()))
-    indices = torch.argsort(~keep, dim=1, stable=True)[:, :k]
-    mask = keep.gather(1, indices)
-    weights = (mask & instances.supervised.gather(1, indices)).double()
-    return TokenSelection(torch.where(mask, indices, 0), mask, weights)
-
-
-def _tolerance(dtype: torch.dtype, autocast: bool) -> float:
-    """Allowed relative difference: what rounding alone explains, with room for the depth of the model."""
-    if autocast or dtype in (torch.bfloat16, torch.float16):
-        return 5e-2
-    return 1e-9 if dtype == torch.float64 else 1e-3

@@ -20,6 +20,7 @@ from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import find_instances
 from .memory import SavedBytes, peak_device_bytes
 from .selection import TokenSelection, select, select_given
+from .selfcheck import self_check
 from .session import TokenSeekSession
 from .structure import inspect_model
 
@@ -143,8 +144,7 @@ class TokenSeekMixin:
         session, smoothing = self._session, self.args.label_smoothing_factor
         instances = session.instances(inputs)
         if self.tokenseek.self_check and not self._checked:
-            session.self_check(inputs, instances)
-            self._checked = True
+            self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
         scores = inputs.get("token_scores")
         found = session.seek(inputs, instances, scoring=given is None and scores is None, label_smoothing=smoothing)

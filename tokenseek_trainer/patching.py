@@ -1,0 +1,67 @@
+"""Temporary changes to a model, each a context manager that undoes exactly what it did, also after an exception."""
+
+import contextlib
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .errors import UnsupportedModelError
+
+
+@contextlib.contextmanager
+def attention_replaced(lm: nn.Module, decoder: nn.Module, name: str, attention, mask):
+    """Register `attention` and `mask` under one name, and point every config of the model at it.
+
+    Both are needed: an attention function without its mask function loses padding and sliding windows silently.
+
+    Yields:
+        The name of the implementation that the user chose, which stays the one to delegate to.
+    """
+    chosen = decoder.config._attn_implementation or "eager"
+    if chosen not in ("eager", *AttentionInterface().valid_keys()) or chosen.startswith("paged|"):
+        raise UnsupportedModelError(f"The attention implementation {chosen!r} is not supported for training.")
+    configs = {id(module.config): module.config for module in lm.modules() if hasattr(module, "config")}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        yield chosen
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+
+
+@contextlib.contextmanager
+def forward_replaced(module: nn.Module, forward):
+    """Let `module(...)` call `forward`, inside the module's own hooks.
+
+    Yields:
+        The forward that it replaces: the class's, or one that another library had put on the instance.
+    """
+    original = module.forward
+    had_own = "forward" in module.__dict__
+    module.forward = forward
+    try:
+        yield original
+    finally:
+        if had_own:
+            module.forward = original
+        else:
+            del module.forward
+
+
+@contextlib.contextmanager
+def dropout_off(model: nn.Module):
+    """Put every module into evaluation mode, and back those that were in training mode."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,97 @@
+"""Proof at run time: on a real batch, the ditch pass must reproduce the ordinary forward."""
+
+import contextlib
+
+import torch
+
+from .errors import SelfCheckError
+from .instances import Instances
+from .patching import dropout_off
+from .selection import TokenSelection
+from .session import TokenSeekSession
+
+
+ADVICE = (
+    "Training with TokenSeek would give wrong gradients, so it stops here; use the ordinary Trainer for this model."
+)
+
+
+def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) -> float | None:
+    """Compare the two passes block by block, dropout off, at about half of the batch's tokens (at most 64 a row).
+
+    What makes an architecture unsafe shows here: tokens that are mixed outside attention, positions that are not read
+    from position_ids, a mask that is built in another way.
+
+    Returns:
+        The greatest relative difference of any block's output; None if every row is too short to leave a token out.
+
+    Raises:
+        SelfCheckError: they differ by more than rounding; names the model type and the first block that does.
+    """
+    selection = probe(instances)
+    if not selection.mask.any():
+        return None
+    with _watching(session, selection.gather) as ordinary:
+        session.seek(inputs, instances, scoring=False)
+    with _watching(session, lambda hidden: hidden) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
+        session.ditch(inputs, instances, selection)
+    torch.clear_autocast_cache()
+    if any(hidden.shape[:2] != selection.mask.shape for hidden in ditched):
+        raise SelfCheckError(f"The {session.structure.model_type!r} model changes the number of tokens. {ADVICE}")
+    ordinary, ditched = ([hidden[selection.mask] for hidden in seen] for seen in (ordinary, ditched))
+    dtypes = {hidden.dtype for hidden in ordinary} | {tensor.dtype for tensor in session.recorded()}
+    return _compare(session.structure.model_type, ordinary, ditched, max(map(_tolerance, dtypes)))
+
+
+def probe(instances: Instances, most: int = 64) -> TokenSelection:
+    """About every second real token of each row, at most `most` of them; every second token is ditched."""
+    real = instances.ids >= 0
+    place = real.long().cumsum(-1) - 1
+    stride = max(2, -(-int(real.sum(-1).max()) // most))
+    keep = real & (place % stride == stride - 1)
+    k = max(1, int(keep.sum(-1).max()))
+    indices = torch.argsort(~keep, dim=1, stable=True)[:, :k]
+    mask = keep.gather(1, indices)
+    weights = (mask & instances.supervised.gather(1, indices)).double()
+    return TokenSelection(torch.where(mask, indices, 0), mask, weights)
+
+
+@contextlib.contextmanager
+def _watching(session: TokenSeekSession, pick):
+    """Collect pick(hidden states) of what enters the first block and leaves every block; (B, tokens, E) each."""
+    seen: list[torch.Tensor] = []
+
+    def watch(block, args, kwargs, output):
+        if block is session.structure.blocks[0]:
+            seen.append(pick((args[0] if args else kwargs["hidden_states"]).detach()))
+        seen.append(pick((output[0] if isinstance(output, tuple) else output).detach()))
+
+    with contextlib.ExitStack() as stack:
+        for block in session.structure.blocks:
+            stack.callback(block.register_forward_hook(watch, with_kwargs=True).remove)
+        yield seen
+
+
+def _compare(model_type: str, ordinary: list, ditched: list, tolerance: float) -> float:
+    if len(ordinary) != len(ditched):
+        raise SelfCheckError(
+            f"The {model_type!r} model ran {len(ordinary) - 1} blocks in the ordinary forward and {len(ditched) - 1} in the "
+            f"ditch pass. {ADVICE}"
+        )
+    worst = 0.0
+    for layer, (a, b) in enumerate(zip(ordinary, ditched, strict=True)):
+        error = float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-30))
+        if not error <= tolerance:
+            place = "at the embeddings" if layer == 0 else f"after block {layer - 1}"
+            raise SelfCheckError(
+                f"The ditch pass of this {model_type!r} model does not reproduce its ordinary forward: {place} the hidden "
+                f"states of the same tokens differ by {error:.1e} of their norm (allowed {tolerance:.0e}). The model mixes "
+                f"tokens outside attention, or does not read position_ids. {ADVICE}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Allowed relative difference in the coarsest dtype of the forward: rounding, with room for many blocks."""
+    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 5e-2)
