@@ -1,0 +1,89 @@
+"""The `tokenseek` command."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .errors import TokenSeekError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand. Returns 0, 2 for bad input (one message, no traceback), or 130 if interrupted."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 2
+    try:
+        options.run(options, rest)
+    except (TokenSeekError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"tokenseek: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tokenseek: interrupted. `--resume` goes on from the last checkpoint.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenseek", description="Fine-tune on the tokens that matter.", allow_abbrev=False
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train by a recipe",
+        allow_abbrev=False,
+        description="Train by a recipe. Any setting of it can be given as --section.key value, or --key value where only "
+        "one section has the key; the command line wins.",
+    )
+    train.add_argument("recipe", help="a YAML file with the sections model, data, tokenseek and training")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+    train.set_defaults(run=_train)
+
+    score = commands.add_parser(
+        "score",
+        help="score a data set once, ahead of training",
+        allow_abbrev=False,
+        description="Write the recipe's training rows, encoded, with a column of token scores or kept token indices.",
+    )
+    score.add_argument("recipe")
+    score.add_argument("-o", "--output", required=True, help="the .jsonl file to write")
+    score.add_argument("--column", choices=("token_scores", "token_indices"), default="token_scores")
+    score.set_defaults(run=_score)
+    return parser
+
+
+def _train(options, rest) -> None:
+    from .recipe import load_recipe
+    from .run import format_summary, train
+
+    print(format_summary(train(load_recipe(options.recipe, rest), resume=options.resume)))
+
+
+def _score(options, rest) -> None:
+    from .recipe import load_recipe
+    from .run import load_examples, load_model, load_tokenizer
+    from .token_columns import add_token_columns
+
+    recipe = load_recipe(options.recipe, rest)
+    tokenizer = load_tokenizer(recipe)
+    examples = load_examples(recipe, tokenizer)
+    scored = add_token_columns(
+        load_model(recipe), examples, recipe.tokenseek, column=options.column, pad_token_id=tokenizer.pad_token_id
+    )
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(output.name + ".partial")
+    partial.write_text("".join(json.dumps(example) + "\n" for example in scored), encoding="utf-8")
+    partial.replace(output)  # a reader never sees half a file
+    print(f"wrote {len(scored)} rows with {options.column} to {output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

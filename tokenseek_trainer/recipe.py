@@ -1,0 +1,227 @@
+"""Recipes: one YAML file that describes a run, and command-line settings that win over it."""
+
+import dataclasses
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainingArguments
+
+from .config import TokenSeekConfig
+from .errors import ConfigError, closest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-5 is a number, as in YAML 1.2 and in every recipe ever written."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model to fine-tune.
+
+    Args:
+        name: a local folder or a hub name.
+        dtype: dtype of the weights: float32, bfloat16, float16, or auto (as saved).
+        attn_implementation: sdpa, eager, flash_attention_2, ... None: transformers' choice.
+    """
+
+    name: str = ""
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What to train on. See `encode_rows` for the templates.
+
+    Args:
+        train: a .jsonl or .json file, relative to the recipe or to the working directory, or a hub name.
+        eval: held-out rows, likewise. None: no evaluation.
+        train_split, eval_split: splits of a hub data set.
+        train_rows, eval_rows: use only the first rows. None: all.
+        prompt, completion, text: templates. None: the columns of these names.
+        max_length: cut rows to this many tokens. None: no limit.
+        train_on_prompt: whether prompt tokens carry a loss.
+    """
+
+    train: str = ""
+    eval: str | None = None
+    train_split: str = "train"
+    eval_split: str = "test"
+    train_rows: int | None = None
+    eval_rows: int | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    text: str | None = None
+    max_length: int | None = 2048
+    train_on_prompt: bool = False
+
+
+SECTIONS = {"model": ModelSettings, "data": DataSettings, "tokenseek": TokenSeekConfig, "training": TrainingArguments}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run: model, data, method and training arguments.
+
+    Attributes:
+        training: keyword arguments of `transformers.TrainingArguments`.
+        path: the file it was read from, None if it was built in code.
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    tokenseek: TokenSeekConfig = field(default_factory=TokenSeekConfig)
+    training: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    def resolve(self, source: str | None) -> str | None:
+        """A data path as seen from the recipe's folder if it is there, else unchanged."""
+        if source is None or self.path is None:
+            return source
+        beside = self.path.parent / source
+        return str(beside) if beside.is_file() else source
+
+    def to_dict(self) -> dict:
+        return {
+            "model": dataclasses.asdict(self.model),
+            "data": dataclasses.asdict(self.data),
+            "tokenseek": self.tokenseek.to_dict(),
+            "training": self.training,
+        }
+
+
+def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply command-line settings.
+
+    Args:
+        overrides: `--section.key value`, `--section.key=value`, or `--key value` where only one section has the key.
+            Values are YAML, so `1e-5` is a float and `{a: 1}` a mapping; a key of a mapping can be set by a further dot.
+
+    Raises:
+        ConfigError: no such file, invalid YAML, an unknown section or key, or a value of the wrong type.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"The recipe {path} does not exist.{_recipes_nearby(path)}")
+    try:
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The recipe {path} is not valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"The recipe {path} must hold the sections {', '.join(SECTIONS)}.")
+    for section, values in settings.items():
+        if section not in SECTIONS:
+            raise ConfigError(
+                f"{path} has an unknown section {section!r}.{closest(section, SECTIONS)} Sections are: {', '.join(SECTIONS)}."
+            )
+        if values is not None and not isinstance(values, dict):
+            raise ConfigError(f"The section {section!r} of {path} must hold keys and values, got {values!r}.")
+        for key, value in (values or {}).items():
+            _check_key(section, key)
+            _check_type(section, key, value)
+    settings = {section: dict(settings.get(section) or {}) for section in SECTIONS}
+    for name, value in parse_overrides(overrides):
+        _set(settings, name, value)
+    for section, key, what in (("model", "name", "a folder or hub name"), ("data", "train", "a .jsonl file or hub name")):
+        if not settings[section].get(key):
+            raise ConfigError(f"The recipe needs {section}.{key}: {what}.")
+    settings["training"].setdefault("output_dir", f"runs/{path.stem}")
+    return Recipe(
+        model=ModelSettings(**settings["model"]),
+        data=DataSettings(**settings["data"]),
+        tokenseek=TokenSeekConfig.from_dict(settings["tokenseek"]),
+        training=settings["training"],
+        path=path,
+    )
+
+
+def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
+    """Split `--key value` and `--key=value` pairs; a key without a value is True."""
+    pairs, position = [], 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if not argument.startswith("--") or len(argument) == 2:
+            raise ConfigError(f"Expected --key value, got {argument!r}. Settings are written --section.key value.")
+        name, has_value, text = argument[2:].partition("=")
+        position += 1
+        if not has_value:
+            if position < len(arguments) and not arguments[position].startswith("--"):
+                text, position = arguments[position], position + 1
+            else:
+                text = "true"
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError:
+            value = text  # a template with braces or colons is a string
+        pairs.append((name.replace("-", "_"), value))
+    return pairs
+
+
+def _set(settings: dict, name: str, value) -> None:
+    section, _, rest = name.partition(".")
+    if section not in SECTIONS:
+        first = name.partition(".")[0]
+        owners = [s for s in SECTIONS if first in _keys(s)]
+        if not owners:
+            known = [key for s in SECTIONS for key in _keys(s)]
+            raise ConfigError(f"There is no setting {first!r}.{closest(first, known)}")
+        if len(owners) > 1:
+            raise ConfigError(f"{first!r} is ambiguous. Write {' or '.join(f'--{s}.{first}' for s in owners)}.")
+        section, rest = owners[0], name
+    key, _, inner = rest.partition(".")
+    _check_key(section, key)
+    if inner:
+        current = settings[section].get(key)
+        value = {**(current if isinstance(current, dict) else {}), inner: value}
+    _check_type(section, key, value)
+    settings[section][key] = value
+
+
+def _keys(section: str) -> list[str]:
+    return [f.name for f in dataclasses.fields(SECTIONS[section]) if f.init]
+
+
+def _check_key(section: str, key: str) -> None:
+    if key not in _keys(section):
+        raise ConfigError(
+            f"The section {section!r} has no setting {key!r}.{closest(key, _keys(section))}"
+        )
+
+
+def _check_type(section: str, key: str, value) -> None:
+    """Refuse a value whose type no member of the field's annotation allows; TokenSeekConfig checks its own."""
+    if SECTIONS[section] is TokenSeekConfig:
+        return
+    annotation = typing.get_type_hints(SECTIONS[section])[key]
+    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    if not all(isinstance(m, type) or typing.get_origin(m) in (dict, list) for m in members):
+        return
+    kinds = tuple(typing.get_origin(m) or m for m in members)
+    if not all(kind in (int, float, bool, str, dict, list, type(None)) for kind in kinds):
+        return
+    accepted = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    if isinstance(value, bool) and bool not in kinds:
+        accepted = False
+    if not accepted:
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{section}.{key} must be {names}, got {value!r} ({type(value).__name__}).")
+
+
+def _is_union(annotation) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _recipes_nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("recipes")
+    found = sorted(p.name for p in folder.glob("*.yaml"))
+    return f" {folder} holds: {', '.join(found)}." if found else ""

@@ -1,0 +1,135 @@
+"""One training run, from a recipe to a checkpoint that plain transformers loads."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from .collator import TokenSeekCollator
+from .data import encode_rows, load_rows
+from .errors import ConfigError
+from .memory import peak_process_bytes
+from .recipe import Recipe
+from .trainer import MIB, TokenSeekTrainer
+
+
+SUMMARY_NAME = "run_summary.json"
+
+
+def load_tokenizer(recipe: Recipe):
+    """The tokenizer of the recipe's model; without a padding token it pads with eos."""
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(recipe: Recipe):
+    """The recipe's model, in its dtype and with its attention."""
+    settings = recipe.model
+    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype, None)
+    if dtype is None:
+        raise ConfigError(f"model.dtype must be auto, float32, bfloat16 or float16, got {settings.dtype!r}.")
+    kwargs = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
+
+
+def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict] | None:
+    """The encoded rows of data.train or data.eval; None if the recipe has no such data."""
+    data = recipe.data
+    source = recipe.resolve(getattr(data, which))
+    if source is None:
+        return None
+    rows = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"))
+    return encode_rows(
+        rows,
+        tokenizer,
+        prompt=data.prompt,
+        completion=data.completion,
+        text=data.text,
+        max_length=data.max_length,
+        train_on_prompt=data.train_on_prompt,
+    )
+
+
+def train(recipe: Recipe, resume: bool = False) -> dict:
+    """Train by a recipe, save the model, and return the run's summary (also written as run_summary.json).
+
+    Args:
+        resume: go on from the last checkpoint in output_dir.
+    """
+    args = TrainingArguments(**recipe.training)
+    checkpoint = _last_checkpoint(args.output_dir) if resume else None
+    tokenizer = load_tokenizer(recipe)
+    train_examples = load_examples(recipe, tokenizer, "train")
+    eval_examples = load_examples(recipe, tokenizer, "eval")
+    trainer = TokenSeekTrainer(
+        model=load_model(recipe),
+        args=args,
+        train_dataset=train_examples,
+        eval_dataset=eval_examples,
+        processing_class=tokenizer,
+        data_collator=TokenSeekCollator(pad_token_id=tokenizer.pad_token_id),
+        tokenseek=recipe.tokenseek,
+    )
+    before = trainer.evaluate()["eval_loss"] if eval_examples else None
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    after = trainer.evaluate()["eval_loss"] if eval_examples else None
+    trainer.save_model()
+    return _write_summary(trainer, recipe, train_examples, before, after, seconds)
+
+
+def _last_checkpoint(output_dir: str) -> str:
+    checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if checkpoint is None:
+        raise ConfigError(f"There is no checkpoint to resume from in {output_dir}.")
+    return checkpoint
+
+
+def _write_summary(trainer, recipe, examples, before, after, seconds) -> dict:
+    logs = [entry for entry in trainer.state.log_history if "kept_fraction" in entry]
+    tokens = sum(entry["kept_tokens"] / max(entry["kept_fraction"], 1e-12) for entry in logs)
+    tokens *= trainer.state.global_step / max(len(logs), 1)
+    peaks = [entry["peak_memory_mib"] for entry in logs if "peak_memory_mib" in entry]
+    summary = {
+        "model": recipe.model.name,
+        "train_rows": len(examples),
+        "optimizer_steps": trainer.state.global_step,
+        "held_out_loss_before": before,
+        "held_out_loss_after": after,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "kept_fraction": logs[-1]["kept_fraction"] if logs else None,
+        "saved_mib": max((entry["saved_mib"] for entry in logs if "saved_mib" in entry), default=None),
+        "peak_device_mib": max(peaks, default=None),
+        "peak_process_mib": round(peak_process_bytes() / MIB, 1),
+        "checkpoint": trainer.args.output_dir,
+        "recipe": recipe.to_dict(),
+    }
+    if trainer.is_world_process_zero():
+        path = Path(trainer.args.output_dir) / SUMMARY_NAME
+        path.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    return summary
+
+
+def format_summary(summary: dict) -> str:
+    """The summary as a few lines for a person."""
+
+    def show(value, digits):
+        return "not measured" if value is None else f"{value:.{digits}f}"
+
+    lines = [
+        f"held-out loss     {show(summary['held_out_loss_before'], 4)} before, {show(summary['held_out_loss_after'], 4)} after",
+        f"trained           {summary['optimizer_steps']} steps on {summary['train_rows']} rows in {summary['seconds']} s, "
+        f"{summary['tokens_per_second']} tokens/s",
+        f"kept              {show(summary['kept_fraction'], 3)} of the tokens",
+        f"saved for backward {show(summary['saved_mib'], 1)} MiB per micro-batch (activations, keys and values)",
+        f"peak memory       device {show(summary['peak_device_mib'], 0)} MiB, process {summary['peak_process_mib']} MiB",
+        f"checkpoint        {summary['checkpoint']}",
+    ]
+    return "\n".join(lines)
