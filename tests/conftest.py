@@ -1,12 +1,12 @@
 import os
 
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may reach for a hub
+
 import pytest
 import torch
 
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def seeded():
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def test_paper_is_the_joint_top_tenth_whatever_the_defaults_are():
 def test_paper_takes_overrides_and_refuses_unknown_ones():
     config = TokenSeekConfig.paper(ratio=0.5, token_weight="none")
     assert (config.ratio, config.token_weight, config.scorer) == (0.5, "none", "tokenseek")
-    with pytest.raises(ConfigError, match="no setting 'ration'. Did you mean 'ratio'?"):
+    with pytest.raises(ConfigError, match=r"no setting 'ration'\. Did you mean 'ratio'\?"):
         TokenSeekConfig.paper(ration=0.5)
 
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -238,7 +239,7 @@ def test_uniform_numbers_look_uniform(origin):
     # 99 degrees of freedom: mean 99, variance 198. Far below is as suspicious as far above.
     assert abs(chi_square - 99) < 3 * math.sqrt(198)
     # Neighbours are independent: the correlation of consecutive numbers has standard error 1/sqrt(count).
-    products = sum((a - 1 / 2) * (b - 1 / 2) for a, b in zip(numbers, numbers[1:], strict=False)) / count
+    products = sum((a - 1 / 2) * (b - 1 / 2) for a, b in itertools.pairwise(numbers)) / count
     assert abs(products * 12) < 3 / math.sqrt(count)
 
 

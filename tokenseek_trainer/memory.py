@@ -60,3 +60,30 @@ def peak_process_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def llama_layer_elements(config, n_tokens: int, n_kept: int | None = None, checkpointing: bool = False) -> int:
+    """Elements that one Llama block keeps for the backward: the closed form of what `SavedBytes` counts.
+
+    Per token that is trained: 2 inputs of the norms, 2 normalised ones and 2 scaled ones, queries and attention output
+    (8 E), gate, its activation, up and their product (4 I), one log-sum-exp a head and two root mean squares; a second
+    copy of the attention output when heads are folded (E). Keys and values (2 G D) stay for *every* token, since the
+    kept queries attend to all of them: the term that token-dropping memory models leave out. A checkpointed block keeps
+    its input (E) instead of all but those.
+
+    Args:
+        config: a Llama-like config: hidden_size E, intermediate_size I, num_attention_heads H, num_key_value_heads G,
+            head_dim D.
+        n_tokens: tokens of the batch.
+        n_kept: kept tokens of the batch; None for ordinary training.
+        checkpointing: activation checkpointing of the block.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    trained = n_tokens if n_kept is None else n_kept
+    keys_and_values = 2 * groups * head_dim * n_tokens
+    if checkpointing:
+        return trained * width + (keys_and_values if n_kept is not None else 0)
+    per_token = 8 * width + 4 * inner + heads + 2 + (width if n_kept is not None else 0)
+    return trained * per_token + keys_and_values

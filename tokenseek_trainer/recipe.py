@@ -130,9 +130,12 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
             _check_key(section, key)
             _check_type(section, key, value)
     settings = {section: dict(settings.get(section) or {}) for section in SECTIONS}
-    for name, value in parse_overrides(overrides):
-        _set(settings, name, value)
-    for section, key, what in (("model", "name", "a folder or hub name"), ("data", "train", "a .jsonl file or hub name")):
+    for name, text in parse_overrides(overrides):
+        _set(settings, name, text)
+    for section, key, what in (
+        ("model", "name", "a folder or hub name"),
+        ("data", "train", "a .jsonl file or hub name"),
+    ):
         if not settings[section].get(key):
             raise ConfigError(f"The recipe needs {section}.{key}: {what}.")
     settings["training"].setdefault("output_dir", f"runs/{path.stem}")
@@ -145,8 +148,8 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     )
 
 
-def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
-    """Split `--key value` and `--key=value` pairs; a key without a value is True."""
+def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:
+    """Split `--key value` and `--key=value` pairs; a key without a value is "true"."""
     pairs, position = [], 0
     while position < len(arguments):
         argument = arguments[position]
@@ -159,15 +162,11 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
                 text, position = arguments[position], position + 1
             else:
                 text = "true"
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError:
-            value = text  # a template with braces or colons is a string
-        pairs.append((name.replace("-", "_"), value))
+        pairs.append((name.replace("-", "_"), text))
     return pairs
 
 
-def _set(settings: dict, name: str, value) -> None:
+def _set(settings: dict, name: str, text: str) -> None:
     section, _, rest = name.partition(".")
     if section not in SECTIONS:
         first = name.partition(".")[0]
@@ -180,6 +179,7 @@ def _set(settings: dict, name: str, value) -> None:
         section, rest = owners[0], name
     key, _, inner = rest.partition(".")
     _check_key(section, key)
+    value = _parse(text, as_text=not inner and _kinds(section, key) in ((str,), (str, type(None))))
     if inner:
         current = settings[section].get(key)
         value = {**(current if isinstance(current, dict) else {}), inner: value}
@@ -193,21 +193,30 @@ def _keys(section: str) -> list[str]:
 
 def _check_key(section: str, key: str) -> None:
     if key not in _keys(section):
-        raise ConfigError(
-            f"The section {section!r} has no setting {key!r}.{closest(key, _keys(section))}"
-        )
+        raise ConfigError(f"The section {section!r} has no setting {key!r}.{closest(key, _keys(section))}")
+
+
+def _parse(text: str, as_text: bool):
+    """A command-line value as YAML reads it; a text setting takes all but null as it stands ("{question}", "010")."""
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+    return text if as_text and value is not None else value
+
+
+def _kinds(section: str, key: str) -> tuple[type, ...] | None:
+    """The plain types that a setting takes; None if its annotation says more than plain types."""
+    annotation = typing.get_type_hints(SECTIONS[section])[key]
+    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    kinds = tuple(typing.get_origin(member) or member for member in members)
+    return kinds if all(kind in (int, float, bool, str, dict, list, type(None)) for kind in kinds) else None
 
 
 def _check_type(section: str, key: str, value) -> None:
-    """Refuse a value whose type no member of the field's annotation allows; TokenSeekConfig checks its own."""
-    if SECTIONS[section] is TokenSeekConfig:
-        return
-    annotation = typing.get_type_hints(SECTIONS[section])[key]
-    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    if not all(isinstance(m, type) or typing.get_origin(m) in (dict, list) for m in members):
-        return
-    kinds = tuple(typing.get_origin(m) or m for m in members)
-    if not all(kind in (int, float, bool, str, dict, list, type(None)) for kind in kinds):
+    """Refuse a value of a wrong type; TokenSeekConfig checks its own."""
+    kinds = _kinds(section, key)
+    if SECTIONS[section] is TokenSeekConfig or kinds is None:
         return
     accepted = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
     if isinstance(value, bool) and bool not in kinds:

@@ -36,7 +36,7 @@ def attention_received(
         given = real[:, start : start + chunk]
         probabilities = weights_of(queries)
         probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-        part = torch.einsum("bhqn,bq->bn", probabilities, given.to(probabilities.dtype)) / n_heads
+        part = (probabilities.sum(1) * given[..., None]).sum(1) / n_heads
         received = part if received is None else received + part
     return received.masked_fill(~real, 0)
 
@@ -54,10 +54,11 @@ def eager_attention_weights(query, key, allowed, scaling: float) -> torch.Tensor
     batch, heads, q, width = query.shape
     groups = key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.reshape(batch, groups, heads // groups, q, width).to(dtype)
-    logits = torch.einsum("bgrqd,bgnd->bgrqn", grouped, key.to(dtype)) * scaling
-    logits = logits.masked_fill(~allowed[:, :, None], torch.finfo(dtype).min)
-    return logits.softmax(-1).reshape(batch, heads, q, -1)
+    with torch.autocast(query.device.type, enabled=False):  # it would undo the cast to float32
+        grouped = query.reshape(batch, groups, heads // groups, q, width).to(dtype)
+        logits = torch.einsum("bgrqd,bgnd->bgrqn", grouped, key.to(dtype)) * scaling
+        logits = logits.masked_fill(~allowed[:, :, None], torch.finfo(dtype).min)
+        return logits.softmax(-1).reshape(batch, heads, q, -1)
 
 
 def gradient_magnitude(gradient: torch.Tensor) -> torch.Tensor:

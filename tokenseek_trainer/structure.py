@@ -142,7 +142,7 @@ def uses_checkpointing(model: nn.Module) -> bool:
     on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in on:
         function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(function, "keywords", {}).get("use_reentrant"):
+        if getattr(function, "keywords", {}).get("use_reentrant", True):  # torch's own default
             raise UnsupportedModelError(
                 "Reentrant activation checkpointing is not supported. Set "
                 "activation_checkpointing_kwargs={'use_reentrant': False}."

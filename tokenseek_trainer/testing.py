@@ -48,6 +48,34 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
     return model.train()
 
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|> ' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + ' <eos>' }}{% endgeneration %}{{ ' ' }}"
+    "{% else %}{{ message['content'] + ' <eos> ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|> ' }}{% endif %}"
+)
+
+
+def tiny_tokenizer(*, pad_token: str = "<pad>"):
+    """A word-level tokenizer of `VOCAB_SIZE` tokens ("w0", "w1", ...) with a chat template that marks answers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<unk>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>"]
+    words = [f"w{i}" for i in range(VOCAB_SIZE - len(special))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=pad_token,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=special[3:],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
 def ragged_batch(
     lengths=(4, 9, 6, 12), *, left: bool = False, pad_to: int = 0, seed: int = 0, n_prompt: int = 0
 ) -> dict:
@@ -124,5 +152,5 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def relative_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Greatest difference of any parameter's gradient, relative to the norm of b's over all parameters."""
-    scale = torch.stack([value.double().norm() for value in b.values()]).norm()
-    return float(max((a[name].double() - b[name].double()).norm() for name in b) / scale)
+    scale = torch.stack([value.detach().double().norm() for value in b.values()]).norm()
+    return float(max((a[name].detach().double() - b[name].detach().double()).norm() for name in b) / scale)

@@ -9,7 +9,12 @@ from .session import TokenSeekSession
 
 
 def add_token_columns(
-    model, examples: list[dict], config: TokenSeekConfig, *, column: str = "token_scores", batch_size: int = 1,
+    model,
+    examples: list[dict],
+    config: TokenSeekConfig,
+    *,
+    column: str = "token_scores",
+    batch_size: int = 1,
     pad_token_id: int | None = None,
 ) -> list[dict]:
     """Score encoded examples with a model as it is.

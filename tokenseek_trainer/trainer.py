@@ -52,6 +52,9 @@ class TokenSeekMixin:
         self._session: TokenSeekSession | None = None
         self._checked = False
         self._window = _Window()
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, nn.Module):
+            inspect_model(model)  # refused before the Trainer moves it to a device
         super().__init__(*args, **kwargs)
         self._structure = inspect_model(self.model)
         self._refuse_combinations()
@@ -118,6 +121,8 @@ class TokenSeekMixin:
         inputs = self._with_position_ids(inputs)
         if not model.training or self._keeps_all(inputs):
             stock = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
+            if model.training and self._structure.forward_accepts("use_cache"):
+                stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
             with self._window.counting(self.model) if model.training else contextlib.nullcontext():
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:

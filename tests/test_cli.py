@@ -1,0 +1,115 @@
+"""The `tokenseek` command, from a recipe to a checkpoint, with a tiny model."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tokenseek_trainer.cli import main
+from tokenseek_trainer.testing import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A folder with a tiny model, data and a recipe."""
+    tiny_model("llama", dtype=torch.float32, pad_token_id=0, eos_token_id=2, bos_token_id=None).save_pretrained(
+        tmp_path / "model"
+    )
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    for name, count in (("train", 12), ("heldout", 4)):
+        rows = [
+            {"q": f"w{i} w{i + 1} w{i + 2}", "a": " ".join(f"w{(i + j) % 20}" for j in range(6 + i % 3))}
+            for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipe.yaml").write_text(f"""
+model: {{name: {tmp_path}/model}}
+data: {{train: train.jsonl, eval: heldout.jsonl, prompt: "{{q}}", completion: "{{a}}"}}
+tokenseek: {{ratio: 0.4}}
+training:
+  output_dir: {tmp_path}/out
+  max_steps: 4
+  learning_rate: 1e-2
+  per_device_train_batch_size: 4
+  logging_steps: 1
+  save_steps: 2
+  report_to: none
+  use_cpu: true
+""")
+    return tmp_path
+
+
+def test_train_writes_a_checkpoint_that_plain_transformers_loads(workspace, capsys):
+    assert main(["train", str(workspace / "recipe.yaml")]) == 0
+    printed = capsys.readouterr().out
+    summary = json.loads((workspace / "out" / "run_summary.json").read_text())
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+    assert f"{summary['held_out_loss_after']:.4f} after" in printed
+    assert summary["optimizer_steps"] == 4
+    assert 0.3 < summary["kept_fraction"] < 0.5
+    assert summary["tokens_per_second"] > 0 and summary["saved_mib"] > 0
+    assert summary["recipe"]["tokenseek"]["ratio"] == 0.4
+
+    model = AutoModelForCausalLM.from_pretrained(workspace / "out")
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "out")
+    loss = model(**(batch := tokenizer("w1 w2 w3", return_tensors="pt")), labels=batch["input_ids"]).loss
+    assert loss.isfinite()
+
+
+def test_resume_goes_on_from_the_last_checkpoint(workspace):
+    assert main(["train", str(workspace / "recipe.yaml")]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(workspace / "out").state_dict()
+    other = ["--output_dir", str(workspace / "other")]
+    assert (
+        main(["train", str(workspace / "recipe.yaml"), *other, "--max_steps", "2", "--lr_scheduler_type", "constant"])
+        == 0
+    )
+    assert main(["train", str(workspace / "recipe.yaml"), *other, "--resume"]) == 0
+    summary = json.loads((workspace / "other" / "run_summary.json").read_text())
+    assert summary["optimizer_steps"] == 4
+    assert set(AutoModelForCausalLM.from_pretrained(workspace / "other").state_dict()) == set(whole)
+
+
+def test_score_writes_a_column_that_training_uses(workspace):
+    recipe = str(workspace / "recipe.yaml")
+    for column in ("token_scores", "token_indices"):
+        output = workspace / f"{column}.jsonl"
+        assert main(["score", recipe, "-o", str(output), "--column", column]) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert len(rows) == 12
+        if column == "token_scores":
+            assert all(len(row[column]) == len(row["input_ids"]) for row in rows)
+        else:
+            assert all(len(row[column]) == round(0.4 * len(row["input_ids"])) for row in rows)
+        assert main(["train", recipe, "--data.train", str(output), "--output_dir", str(workspace / column)]) == 0
+        logs = json.loads((workspace / column / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+        assert "full_loss" not in logs[0]  # nothing was scored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["train", "RECIPE", "--ratio", "0"], r"ratio must be a number in (0, 1], got 0"),
+        (["train", "RECIPE", "--data.train", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["train", "RECIPE", "--resume", "--output_dir", "nothing_here"], "no checkpoint to resume from"),
+        (["train", "RECIPE", "--model.dtype", "float31"], "model.dtype must be"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_2(workspace, capsys, arguments, message):
+    arguments = [str(workspace / "recipe.yaml") if a == "RECIPE" else a for a in arguments]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(Exception, match="does not exist"):
+        main(["--debug", "train", "nowhere.yaml"])
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Rows to tokens and labels."""
+
+import json
+
+import pytest
+
+from tokenseek_trainer.data import encode_rows, load_rows
+from tokenseek_trainer.errors import InputError
+from tokenseek_trainer.testing import tiny_tokenizer
+
+
+EOS = 2
+
+
+def words(tokenizer, ids):
+    return tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_prompt_is_masked_and_completion_ends_with_eos():
+    tokenizer = tiny_tokenizer()
+    rows = [{"question": "w1 w2", "answer": "w3"}]
+    (example,) = encode_rows(rows, tokenizer, prompt="w0 {question}", completion=" {answer} w9")
+    assert words(tokenizer, example["input_ids"]) == ["w0", "w1", "w2", "w3", "w9", "<eos>"]
+    assert example["labels"] == [-100, -100, -100, *example["input_ids"][3:]]
+
+
+def test_train_on_prompt_supervises_everything():
+    (example,) = encode_rows([{"prompt": "w1", "completion": "w2"}], tiny_tokenizer(), train_on_prompt=True)
+    assert example["labels"] == example["input_ids"]
+
+
+def test_the_columns_of_the_usual_names_need_no_template():
+    tokenizer = tiny_tokenizer()
+    assert words(tokenizer, encode_rows([{"text": "w1 w2"}], tokenizer)[0]["input_ids"]) == ["w1", "w2", "<eos>"]
+    example = encode_rows([{"prompt": "w1", "completion": "w2"}], tokenizer)[0]
+    assert example["labels"] == [-100, *example["input_ids"][1:]]
+
+
+def test_eos_keeps_its_label_when_it_is_the_padding_token():
+    example = encode_rows([{"prompt": "w1", "completion": "w2"}], tiny_tokenizer(pad_token="<eos>"))[0]
+    assert example["labels"][-1] == EOS
+
+
+def test_an_empty_or_missing_value_fills_in_as_nothing():
+    rows = [{"instruction": "w1", "input": None, "output": "w2"}]
+    example = encode_rows(rows, tiny_tokenizer(), prompt="{instruction} {input}", completion="{output}")[0]
+    assert len(example["input_ids"]) == 3
+
+
+def test_rows_whose_completion_is_cut_off_are_dropped():
+    rows = [{"prompt": "w1 " * 10, "completion": "w2"}, {"prompt": "w1", "completion": "w2"}]
+    assert len(encode_rows(rows, tiny_tokenizer(), max_length=8)) == 1
+    with pytest.raises(InputError, match=r"None of the 1 rows.*max_length=8"):
+        encode_rows(rows[:1], tiny_tokenizer(), max_length=8)
+
+
+def test_encoded_rows_keep_their_token_columns_and_are_cut():
+    rows = [
+        {
+            "input_ids": [5, 6, 7, 8],
+            "labels": [-100, 6, 7, 8],
+            "token_scores": [0.0, 1.0, 2.0, 3.0],
+            "token_indices": [1, 3],
+        }
+    ]
+    (example,) = encode_rows(rows, tiny_tokenizer(), max_length=3)
+    assert example == {
+        "input_ids": [5, 6, 7],
+        "labels": [-100, 6, 7],
+        "token_scores": [0.0, 1.0, 2.0],
+        "token_indices": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "templates", "message"),
+    [
+        ({"a": "w1"}, {}, r"columns a\. Expected prompt and completion, or text"),
+        ({"a": "w1"}, {"text": "{b}"}, r"names the column 'b', but the rows have: a"),
+        ({"a": "w1"}, {"prompt": "{a}"}, "belong together"),
+        ({"a": "w1"}, {"prompt": "{a}", "completion": "{a}", "text": "{a}"}, "not both"),
+    ],
+)
+def test_what_does_not_fit_is_explained(row, templates, message):
+    with pytest.raises(InputError, match=message):
+        encode_rows([row], tiny_tokenizer(), **templates)
+
+
+def test_files_are_read_and_bad_ones_explained(tmp_path):
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"text": "w1"}\n\n{"text": "w2"}\n')
+    assert load_rows(str(good)) == [{"text": "w1"}, {"text": "w2"}]
+    assert load_rows(str(good), limit=1) == [{"text": "w1"}]
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "w3"}]))
+    assert load_rows(str(tmp_path / "list.json")) == [{"text": "w3"}]
+    (tmp_path / "bad.jsonl").write_text('{"text": "w1"}\n{"text": \n')
+    with pytest.raises(InputError, match=r"Line 2 of .*bad\.jsonl is not JSON"):
+        load_rows(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(InputError, match="hold no rows"):
+        load_rows(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(InputError, match=r"nowhere\.jsonl does not exist"):
+        load_rows(str(tmp_path / "nowhere.jsonl"))
