@@ -165,13 +165,14 @@ def test_indices_that_are_all_cut_away_leave_one_unused_slot():
     assert batch["token_indices"].tolist() == [[-1], [-1]]
 
 
-def test_tensors_and_arrays_are_read_like_lists():
+def test_tensors_arrays_and_tuples_are_read_like_lists():
     columns = ("labels", "completion_mask", "token_scores", "token_indices")
     rows = examples(*columns)
     tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
     arrays = [{name: torch.tensor(value).numpy() for name, value in row.items()} for row in rows]
+    tuples = [{name: tuple(value) for name, value in row.items()} for row in rows]
     expected = TokenSeekCollator()(rows)
-    for other in (TokenSeekCollator()(tensors), TokenSeekCollator()(arrays)):
+    for other in map(TokenSeekCollator(), (tensors, arrays, tuples)):
         assert other.keys() == expected.keys()
         assert all(torch.equal(other[name], expected[name]) for name in expected)
 

@@ -337,5 +337,5 @@ def test_extra_inputs_that_cannot_be_gathered_are_refused_by_name():
 
 
 def test_context_layers_outside_the_model_are_refused():
-    with pytest.raises(UnsupportedModelError, match="block 7.*blocks 0 to 2"):
+    with pytest.raises(UnsupportedModelError, match=r"block 7.*blocks 0 to 2"):
         TokenSeekSession(tiny_model("llama"), settings(0.5, context_layers=[7]))

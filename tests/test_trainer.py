@@ -174,7 +174,7 @@ def test_evaluation_in_mid_training_does_not_change_the_next_step(tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activation_checkpointing_by_argument(tmp_path, checkpointing):
     _, plain = trained(tmp_path, PAPER(ratio=0.5), max_steps=2)
-    trainer, found = trained(tmp_path, PAPER(ratio=0.5), max_steps=2, gradient_checkpointing=checkpointing)
+    _, found = trained(tmp_path, PAPER(ratio=0.5), max_steps=2, gradient_checkpointing=checkpointing)
     assert relative_error(found, plain) == 0
 
 

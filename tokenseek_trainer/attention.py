@@ -121,11 +121,13 @@ class RowMasks:
         key = (id(allowed), dtype, repeats)
         if key not in self._built:
             batch, _, k, n = allowed.shape
+            # An empty slot may stand at padding, which sees nothing; a softmax over nothing would be NaN.
+            visible = allowed | ~allowed.any(-1, keepdim=True)
             # Rows start at multiples of 8 elements, as the GPU kernels want; they would copy the mask per layer otherwise.
             bias = torch.full(
                 (batch, 1, repeats, k, (n + 7) // 8 * 8), torch.finfo(dtype).min, dtype=dtype, device=allowed.device
             )
-            bias[..., :n].masked_fill_(allowed[:, :, None], 0)
+            bias[..., :n].masked_fill_(visible[:, :, None], 0)
             self._built[key] = (allowed, bias.flatten(2, 3)[..., :n])
         return self._built[key][1]
 

