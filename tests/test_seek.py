@@ -36,7 +36,9 @@ def test_context_score_is_the_column_sum_of_the_eager_attentions(family, name, l
     found, instances = seek(model, batch, TokenSeekConfig.paper(context_layers=layers))
 
     model.set_attn_implementation("eager")
-    softmax = torch.nn.functional.softmax  # transformers casts to float32 in it, where the mask of a pad's row overflows
+    softmax = (
+        torch.nn.functional.softmax
+    )  # transformers casts to float32 in it, where the mask of a pad's row overflows
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
     with torch.no_grad():
         attentions = model.eval()(**inputs_of(model, batch), output_attentions=True).attentions
@@ -53,7 +55,7 @@ def test_gradient_score_is_that_of_a_full_backward(family, name):
     found, instances = seek(model, batch)
 
     kept = {}
-    block = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)][0][-1]
+    block = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))[-1]
 
     def keep(module, args, kwargs):
         kept["z"] = args[0] if args else kwargs["hidden_states"]

@@ -153,6 +153,15 @@ def test_a_prompt_with_the_best_scores_leaves_one_place_to_the_best_supervised_p
     assert selection.supervised.tolist() == [[False, False, False, True]]
 
 
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min])
+def test_a_supervised_position_is_kept_even_if_all_of_them_have_the_lowest_score(lowest):
+    instances = instances_of(ragged_batch((10,), n_prompt=4))
+    scores = torch.zeros(1, 10, dtype=torch.float64)
+    scores[0, 3:] = lowest
+    kept = kept_of(select(scores, instances, config(ratio=0.3, select_from="all")))
+    assert kept == {(0, 0): 0.0, (0, 1): 0.0, (0, 3): 6.0}
+
+
 def test_nothing_supervised_keeps_nothing():
     instances = instances_of(ragged_batch((4, 7), n_prompt=9))
     for selection in ("topk", "sample"):

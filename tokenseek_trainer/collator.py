@@ -10,6 +10,7 @@ from .instances import IGNORE_INDEX
 
 
 TOKEN_COLUMNS = ("token_indices", "token_scores")
+OPTIONAL_COLUMNS = (*TOKEN_COLUMNS, "token_type_ids")
 
 
 @dataclass
@@ -52,7 +53,7 @@ class TokenSeekCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [self._read(example, i) for i, example in enumerate(examples)]
-        columns = [name for name in TOKEN_COLUMNS if any(name in row for row in rows)]
+        columns = [name for name in OPTIONAL_COLUMNS if any(name in row for row in rows)]
         for name in columns:
             without = [i for i, row in enumerate(rows) if name not in row]
             if without:
@@ -68,7 +69,7 @@ class TokenSeekCollator:
             "labels": self._pad([row["labels"] for row in rows], n, IGNORE_INDEX),
             "position_ids": self._pad([list(range(len(row["input_ids"]))) for row in rows], n, 0),
         }
-        if "token_type_ids" in rows[0]:
+        if "token_type_ids" in columns:
             batch["token_type_ids"] = self._pad([row["token_type_ids"] for row in rows], n, 0)
         if "token_scores" in columns:
             batch["token_scores"] = self._pad([row["token_scores"] for row in rows], n, 0.0)
@@ -85,16 +86,17 @@ class TokenSeekCollator:
         if length == 0:
             raise InputError(f"Example {number} of the batch has no tokens. Filter empty examples out.")
         row = {"input_ids": tokens, "labels": _as_list(example.get("labels", tokens))}
+        _check_length("labels", row["labels"], length, number)
         if "completion_mask" in example:
             mask = _as_list(example["completion_mask"])
             _check_length("completion_mask", mask, length, number)
             row["labels"] = [label if keep else IGNORE_INDEX for label, keep in zip(row["labels"], mask, strict=True)]
-        _check_length("labels", row["labels"], length, number)
         if "token_scores" in example:
             row["token_scores"] = [float(score) for score in _as_list(example["token_scores"])]
             _check_length("token_scores", row["token_scores"], length, number)
         if "token_type_ids" in example:
             row["token_type_ids"] = _as_list(example["token_type_ids"])
+            _check_length("token_type_ids", row["token_type_ids"], length, number)
         row = {name: values[: self.max_length] for name, values in row.items()}
         if self.causal and self.padding_side == "left":
             row["labels"][0] = IGNORE_INDEX

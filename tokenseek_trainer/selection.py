@@ -104,7 +104,11 @@ def select_given(token_indices: torch.Tensor, instances: Instances, config: Toke
     """
     if token_indices.is_floating_point() or token_indices.dtype == torch.bool:
         raise InputError(f"token_indices must be integers, got {token_indices.dtype}.")
-    n = instances.ids.shape[1]
+    n_rows, n = instances.ids.shape
+    if token_indices.ndim != 2 or len(token_indices) != n_rows:
+        raise InputError(
+            f"token_indices must have shape ({n_rows}, m) for {n_rows} rows, got {tuple(token_indices.shape)}."
+        )
     used = token_indices != -1
     bad = used & ((token_indices < 0) | (token_indices >= n))
     if bad.any():
@@ -148,8 +152,9 @@ def inclusion_probabilities(importance, valid, k, uniform_share, force) -> torch
     """
     importance = importance.masked_fill(~valid, 0.0).clamp(min=0)
     total = importance.sum(1, keepdim=True)
-    even = valid / valid.sum(1, keepdim=True).clamp(min=1)
-    p = torch.where(total > 0, (1 - uniform_share) * importance / total.clamp(min=1e-300) + uniform_share * even, even)
+    even = valid.double() / valid.sum(1, keepdim=True).clamp(min=1)
+    usable = (total > 0) & total.isfinite()  # importances that overflowed say nothing
+    p = torch.where(usable, (1 - uniform_share) * importance / total.clamp(min=1e-300) + uniform_share * even, even)
     p = p.masked_fill(force, 2.0)  # first in the order below, whatever the importance of the others
     ordered, order = p.sort(dim=1, descending=True, stable=True)
     tail = ordered.flip(1).cumsum(1).flip(1)  # sum of p from this rank on
@@ -174,14 +179,16 @@ def systematic_sample(probability: torch.Tensor, k: torch.Tensor, start: torch.T
         start: (M,) float64 in [0, 1).
     """
     end = probability.cumsum(1)
-    end = torch.where(end > k[:, None] - 1e-9, k[:, None].double(), end)  # rounding must not lose the last one
-    hits = (end - start[:, None]).ceil().clamp(min=0)
+    whole = k[:, None].double()
+    end = torch.where(end > whole - 1e-9, whole, end)  # rounding must not lose the last one
+    hits = end.floor() + (end - end.floor() > start[:, None])  # points below end, without rounding a difference up
     return hits > torch.nn.functional.pad(hits, (1, 0))[:, :-1]
 
 
 def _best_supervised(scores, supervised):
     """(M, c) bool: the best supervised position of each instance that has one."""
-    best = scores.masked_fill(~supervised, -torch.inf).argmax(1, keepdim=True)
+    finite = scores.clamp(min=torch.finfo(scores.dtype).min)  # the worst of them still beats every unsupervised one
+    best = finite.masked_fill(~supervised, -torch.inf).argmax(1, keepdim=True)
     return torch.zeros_like(supervised).scatter(1, best, True) & supervised
 
 
@@ -199,7 +206,7 @@ def _build(instances, config, keep, probability) -> TokenSelection:
         weights = counted / probability.clamp(min=1e-300)
     else:
         n_counted = torch.bincount(instances.ids[counted], minlength=instances.count)
-        weights = counted * (instances.n_supervised / n_counted.clamp(min=1)).double()[ids]
+        weights = counted * (instances.n_supervised.double() / n_counted.clamp(min=1))[ids]
     return TokenSelection(indices, mask, weights.gather(1, indices).masked_fill(~mask, 0.0))
 
 

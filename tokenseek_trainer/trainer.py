@@ -158,6 +158,8 @@ class TokenSeekMixin:
         else:
             if scores is None:
                 scores = found.scores(instances, self.tokenseek, self.state.global_step)
+            else:
+                self._check_scores(scores, instances)
             selection = select(
                 scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
             )
@@ -167,6 +169,20 @@ class TokenSeekMixin:
                 saved.add(*session.recorded())
         self._window.add(instances, selection, found.loss_sum, num_items_in_batch, self._accumulation)
         return loss
+
+    def _check_scores(self, scores: torch.Tensor, instances) -> None:
+        """Refuse a token_scores column that cannot be ranked, or drawn from."""
+        if scores.shape != instances.ids.shape:
+            raise InputError(
+                f"token_scores have shape {tuple(scores.shape)}, input_ids {tuple(instances.ids.shape)}. Give one per token."
+            )
+        least = 0 if self.tokenseek.selection == "sample" else -torch.inf
+        bad = ~(scores.isfinite() & (scores >= least))
+        if bad.any():
+            raise InputError(
+                f"token_scores hold {float(scores[bad][0])}. They must be finite"
+                + (", and >= 0 for selection='sample', which draws in proportion to them." if least == 0 else ".")
+            )
 
     def _keeps_all(self, inputs: dict[str, Any]) -> bool:
         """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
