@@ -1,0 +1,113 @@
+"""Write the README's tables from result files and from the code, between their markers.
+
+    python eval/tables.py            rewrite README.md
+    python eval/tables.py --check    exit 1 if a table is not what the results say
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+from tokenseek_trainer import TokenSeekConfig
+
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "eval" / "results"
+MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def where_measured(result: dict) -> str:
+    hardware, versions = result["hardware"], result["versions"]
+    device = hardware["device"] if hardware["device"] != "cpu" else f"{hardware['cores']} CPU cores"
+    return f"{device}, torch {versions['torch']}, transformers {versions['transformers']}, commit {result['commit'][:7]}"
+
+
+def headline() -> str:
+    """One step's memory and time beside ordinary training."""
+    result = load("step_cost.json")
+    cases, conditions = result["cases"], result["conditions"]
+    base = cases["Trainer"]
+    lines = [
+        f"One training step of SmolLM2-135M's shape, {conditions['tokens']} tokens, {conditions['dtype']}, 10 % of the tokens kept:",
+        "",
+        "| | kept for the backward | | forward and backward | |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, case in cases.items():
+        mib, seconds = case["saved_bytes"] / 2**20, case["seconds_median"]
+        lines.append(
+            f"| {name} | {mib:.0f} MiB | {case['saved_bytes'] / base['saved_bytes']:.0%} | {seconds:.1f} s | "
+            f"{seconds / base['seconds_median']:.0%} |"
+        )
+    lines += [
+        "",
+        f"(`eval/step_cost.py`: activations, keys and values, logits; median of {conditions['measured_steps']} steps, cases "
+        f"taking turns; {where_measured(result)}.)",
+    ]
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """The fields of TokenSeekConfig with their defaults and the first words of their docstring."""
+    text = inspect.getdoc(TokenSeekConfig).partition("Args:\n")[2].partition("\n\nRaises")[0]
+    entries = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", text, re.MULTILINE | re.DOTALL)
+    descriptions = {name: " ".join(description.split()) for name, description in entries}
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(TokenSeekConfig):
+        default = json.dumps(field.default)
+        lines.append(f"| `{field.name}` | `{default}` | {descriptions[field.name].replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def quickstart() -> str:
+    """Held-out loss of the quickstart under several rules."""
+    result = load("quickstart.json")
+    runs = result["runs"]
+    full = next(run for run in runs if run["name"] == "ordinary fine-tuning")
+    gain = full["held_out_loss_before"] - full["held_out_loss_after"]
+    lines = [
+        f"The quickstart's run ({result['conditions']['train_rows']} GSM8K rows, {full['optimizer_steps']} steps, prompt "
+        f"masked, one seed), held-out loss {full['held_out_loss_before']:.3f} at the start:",
+        "",
+        "| | held-out loss | share of ordinary fine-tuning's gain | saved per micro-batch | seconds |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        share = (run["held_out_loss_before"] - run["held_out_loss_after"]) / gain
+        lines.append(
+            f"| {run['name']} | {run['held_out_loss_after']:.3f} | {share:.0%} | {run['saved_mib']:.0f} MiB | {run['seconds']:.0f} |"
+        )
+    lines += ["", f"(`eval/quickstart.py`; {where_measured(result)}. One seed: read only the large differences.)"]
+    return "\n".join(lines)
+
+
+TABLES = {"headline": headline, "settings": settings, "quickstart": quickstart}
+
+
+def render(text: str) -> str:
+    return MARKER.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after = render(before)
+    if options.check:
+        return int(before != after)
+    readme.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
