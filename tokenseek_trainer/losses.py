@@ -15,12 +15,33 @@ CHUNK_LOGITS = 2**23  # logits held at once: 32 MiB in float32
 Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, s, V) logits
 
 
+class TokenStatistics:
+    """Sums over scored positions: entropy of the predictions (nats), correct top predictions, positions."""
+
+    def __init__(self):
+        self.entropy_sum, self.n_correct, self.n_positions = 0.0, 0, 0
+
+    @torch.no_grad()
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """logits (S, V), targets (S,)."""
+        log_probabilities = logits.log_softmax(-1)
+        self.entropy_sum = self.entropy_sum - (log_probabilities.exp() * log_probabilities).sum()
+        self.n_correct = self.n_correct + (logits.argmax(-1) == targets).sum()
+        self.n_positions += len(targets)
+
+
 def token_losses(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing: float = 0.0,
+    statistics: TokenStatistics | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of each position. hidden (S, E), targets (S,) -> (S,), float32 or better."""
     logits = head(hidden[None])[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if statistics is not None:
+        statistics.add(logits.detach(), targets)
     return cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
 
 
@@ -31,6 +52,7 @@ def weighted_loss(
     weights: torch.Tensor,
     vocab_size: int,
     label_smoothing: float = 0.0,
+    statistics: TokenStatistics | None = None,
 ) -> torch.Tensor:
     """sum over positions of weight * cross-entropy, differentiable.
 
@@ -38,17 +60,22 @@ def weighted_loss(
 
     Args:
         hidden: (S, E); targets: (S,) int64; weights: (S,) float.
+        statistics: is filled with those of these positions, unless None.
     """
     chunk = max(1, CHUNK_LOGITS // vocab_size)
+    n_counted = 0
 
-    def part(hidden, targets, weights):
-        losses = token_losses(head, hidden, targets, label_smoothing)
+    def part(hidden, targets, weights, number):
+        nonlocal n_counted
+        counts_now = number == n_counted  # a recomputed chunk was counted already
+        n_counted += counts_now
+        losses = token_losses(head, hidden, targets, label_smoothing, statistics if counts_now else None)
         return (losses * weights.to(losses.dtype)).sum()
 
     if len(hidden) <= chunk:
-        return part(hidden, targets, weights)
+        return part(hidden, targets, weights, 0)
     parts = zip(hidden.split(chunk), targets.split(chunk), weights.split(chunk), strict=True)
-    return torch.stack([checkpoint(part, *p, use_reentrant=False) for p in parts]).sum()
+    return torch.stack([checkpoint(part, *p, i, use_reentrant=False) for i, p in enumerate(parts)]).sum()
 
 
 def losses_and_gradient(

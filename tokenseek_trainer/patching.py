@@ -65,3 +65,21 @@ def dropout_off(model: nn.Module):
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def neftune_scaled(lm: nn.Module, kept_fraction: float):
+    """Keep NEFTune's noise as large as in ordinary training.
+
+    It divides by the square root of the number of tokens it sees, which is now `kept_fraction` of the row.
+    """
+    embeddings = lm.get_input_embeddings()
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    if alpha is None:
+        yield
+        return
+    embeddings.neftune_noise_alpha = alpha * kept_fraction**0.5
+    try:
+        yield
+    finally:
+        embeddings.neftune_noise_alpha = alpha

@@ -26,14 +26,16 @@ from .attention import (
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
-from .losses import losses_and_gradient, weighted_loss
-from .patching import attention_replaced, dropout_off, forward_replaced
+from .losses import TokenStatistics, losses_and_gradient, weighted_loss
+from .patching import attention_replaced, dropout_off, forward_replaced, neftune_scaled
 from .scoring import attention_received, combine, gradient_magnitude, importance
 from .selection import TokenSelection, random_scores
 from .structure import ModelStructure, inspect_model, uses_checkpointing
 
 
 NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
+# Lengths of packed documents for flash attention's kernels, which read them off position_ids if they are not given.
+PACKING_HINTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass
@@ -128,7 +130,7 @@ class TokenSeekSession:
         """
         self.records.clear()
         self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
-        self._instances, self._smoothing = instances, label_smoothing
+        self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
         self._context_parts = []
@@ -158,6 +160,7 @@ class TokenSeekSession:
         num_items_in_batch=None,
         *,
         label_smoothing: float = 0.0,
+        statistics: TokenStatistics | None = None,
     ) -> torch.Tensor:
         """Run the model with grad on the selected tokens only, and return the loss that stands for all tokens.
 
@@ -168,6 +171,7 @@ class TokenSeekSession:
             inputs, instances: those of the preceding `seek`.
             num_items_in_batch: N, the supervised positions of the whole accumulated, all-rank batch; None for those of
                 this batch.
+            statistics: is filled with those of the kept supervised positions, unless None.
 
         Returns:
             Scalar loss. With no supervised position it is 0 and its gradients are 0.
@@ -176,9 +180,10 @@ class TokenSeekSession:
             raise RuntimeError("ditch() needs the keys and values of a seek() in the same session.")
         n_items = instances.n_supervised.sum() if num_items_in_batch is None else num_items_in_batch
         self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
-        self._instances, self._smoothing = instances, label_smoothing
+        self._instances, self._smoothing, self._statistics = instances, label_smoothing, statistics
         self._start_ditch(selection)
-        return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
+        with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
+            return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
         """The keys and values that the last seek left, (B, G, n, D) each."""
@@ -258,7 +263,9 @@ class TokenSeekSession:
             return hidden.sum() * 0
         weights = self._selection.weights[keep] * self._loss_scale
         targets = self._selection.gather(self._instances.targets)[keep]
-        return weighted_loss(self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing)
+        return weighted_loss(
+            self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing, self._statistics
+        )
 
     def _attention(self, module, query, key, value, attention_mask, **kwargs):
         """The registered attention function."""
@@ -333,7 +340,7 @@ class TokenSeekSession:
         self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
-        kept = {k: v for k, v in inputs.items() if k not in NOT_FOR_MODEL and v is not None}
+        kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
         kept["position_ids"] = instances.position_ids
         if self.structure.forward_accepts("use_cache"):
             kept["use_cache"] = False

@@ -18,6 +18,7 @@ from .collator import TOKEN_COLUMNS, TokenSeekCollator
 from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import find_instances
+from .losses import TokenStatistics
 from .memory import SavedBytes, peak_device_bytes
 from .selection import TokenSelection, select, select_given
 from .selfcheck import self_check
@@ -41,6 +42,8 @@ class TokenSeekMixin:
         saved_mib: MiB kept for the backward by one micro-batch: by autograd, and the recorded keys and values.
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
     """
+
+    _columns_to_keep = (*TOKEN_COLUMNS, "position_ids", "completion_mask")
 
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
         self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
@@ -137,7 +140,8 @@ class TokenSeekMixin:
                     self._session = None
         loss = self._tokenseek_loss(inputs, num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # as the stock Trainer does: DDP averages over processes
+            # As the stock Trainer does: DDP averages over processes, while N counts the tokens of all of them.
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
@@ -164,7 +168,14 @@ class TokenSeekMixin:
                 scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
             )
         with self._window.counting(self.model) as saved:
-            loss = session.ditch(inputs, instances, selection, num_items_in_batch, label_smoothing=smoothing)
+            loss = session.ditch(
+                inputs,
+                instances,
+                selection,
+                num_items_in_batch,
+                label_smoothing=smoothing,
+                statistics=self._statistics(),
+            )
             if saved is not None:
                 saved.add(*session.recorded())
         self._window.add(instances, selection, found.loss_sum, num_items_in_batch, self._accumulation)
@@ -188,6 +199,10 @@ class TokenSeekMixin:
         """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
         return self.tokenseek.ratio == 1.0 and inputs.get("token_indices") is None
 
+    def _statistics(self) -> TokenStatistics | None:
+        """What to fill with statistics of the kept tokens; None: nothing is computed."""
+        return None
+
     @property
     def _accumulation(self) -> int:
         return getattr(self, "current_gradient_accumulation_steps", 1)
@@ -206,8 +221,7 @@ class TokenSeekMixin:
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        extra = (*TOKEN_COLUMNS, "position_ids", "completion_mask")
-        self._signature_columns += [name for name in extra if name not in self._signature_columns]
+        self._signature_columns += [name for name in self._columns_to_keep if name not in self._signature_columns]
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         inputs = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
