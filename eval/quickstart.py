@@ -1,6 +1,6 @@
 """The quickstart's run under several rules, each in a process of its own; writes eval/results/quickstart.json.
 
-    make quickstart && python eval/quickstart.py --output eval/results/quickstart.json
+make quickstart && python eval/quickstart.py --output eval/results/quickstart.json
 """
 
 import argparse
@@ -36,7 +36,13 @@ def main() -> None:
     runs = []
     for name, overrides in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tokenseek_trainer.cli", "train", str(ROOT / "recipes" / "quickstart.yaml")]
+            command = [
+                sys.executable,
+                "-m",
+                "tokenseek_trainer.cli",
+                "train",
+                str(ROOT / "recipes" / "quickstart.yaml"),
+            ]
             subprocess.run([*command, *overrides, "--output_dir", folder, *options.settings], check=True, cwd=ROOT)
             summary = json.loads((Path(folder) / SUMMARY_NAME).read_text())
         runs.append({"name": name, **{key: summary[key] for key in KEPT}})

@@ -1,7 +1,7 @@
 """Write the README's tables from result files and from the code, between their markers.
 
-    python eval/tables.py            rewrite README.md
-    python eval/tables.py --check    exit 1 if a table is not what the results say
+python eval/tables.py            rewrite README.md
+python eval/tables.py --check    exit 1 if a table is not what the results say
 """
 
 import argparse
@@ -27,7 +27,9 @@ def load(name: str) -> dict:
 def where_measured(result: dict) -> str:
     hardware, versions = result["hardware"], result["versions"]
     device = hardware["device"] if hardware["device"] != "cpu" else f"{hardware['cores']} CPU cores"
-    return f"{device}, torch {versions['torch']}, transformers {versions['transformers']}, commit {result['commit'][:7]}"
+    return (
+        f"{device}, torch {versions['torch']}, transformers {versions['transformers']}, commit {result['commit'][:7]}"
+    )
 
 
 def headline() -> str:

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-
-pytest.importorskip("trl")
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -18,14 +15,19 @@ def sentence(start, length):
 
 
 def chat(i):
-    user, answer = {"role": "user", "content": sentence(i, 4)}, {"role": "assistant", "content": sentence(i + 1, 3 + i % 5)}
+    user, answer = (
+        {"role": "user", "content": sentence(i, 4)},
+        {"role": "assistant", "content": sentence(i + 1, 3 + i % 5)},
+    )
     return [user, answer, {"role": "user", "content": sentence(i + 2, 2)}, {**answer, "content": sentence(i + 3, 4)}]
 
 
 ROWS = range(8)
 DATA = {
     "text": [{"text": sentence(i, 6 + i)} for i in ROWS],
-    "prompt_completion": [{"prompt": sentence(i, 3 + i % 3), "completion": " " + sentence(i + 5, 4 + i)} for i in ROWS],
+    "prompt_completion": [
+        {"prompt": sentence(i, 3 + i % 3), "completion": " " + sentence(i + 5, 4 + i)} for i in ROWS
+    ],
     "conversation": [{"messages": chat(i)} for i in ROWS],
     "conversational_prompt": [{"prompt": chat(i)[:3], "completion": chat(i)[3:]} for i in ROWS],
 }
@@ -183,7 +185,7 @@ def test_token_columns_are_cut_with_the_text(tmp_path):
 
 def test_bad_token_columns_are_refused(tmp_path):
     beyond = encoded_rows(token_indices=lambda row: [len(row["input_ids"])])
-    with pytest.raises(InputError, match="token_indices of example .* hold"):
+    with pytest.raises(InputError, match=r"token_indices of example .* hold"):
         trained(tmp_path, TokenSeekConfig.paper(), beyond)
     short = encoded_rows(token_scores=lambda row: [1.0])
     with pytest.raises(InputError, match=r"token_scores of example \d has 1 entries"):

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .errors import UnsupportedModelError
+from .quantized import holds_quantized_weights
 
 
 @contextlib.contextmanager
@@ -56,8 +57,11 @@ def forward_replaced(module: nn.Module, forward):
 
 @contextlib.contextmanager
 def dropout_off(model: nn.Module):
-    """Put every module into evaluation mode, and back those that were in training mode."""
-    training = [module for module in model.modules() if module.training]
+    """Put every module into evaluation mode, and back those that were in training mode.
+
+    Modules with quantised weights keep their mode: they have no dropout, and evaluation mode may repack their weights.
+    """
+    training = [module for module in model.modules() if module.training and not holds_quantized_weights(module)]
     for module in training:
         module.training = False
     try:

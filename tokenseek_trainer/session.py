@@ -28,6 +28,7 @@ from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
 from .patching import attention_replaced, dropout_off, forward_replaced, neftune_scaled
+from .quantized import undo_cpu_packing
 from .scoring import attention_received, combine, gradient_magnitude, importance
 from .selection import TokenSelection, random_scores
 from .structure import ModelStructure, inspect_model, uses_checkpointing
@@ -97,6 +98,7 @@ class TokenSeekSession:
     def __enter__(self) -> "TokenSeekSession":
         lm, decoder, outer = self.structure.lm, self.structure.decoder, self.structure.outer
         uses_checkpointing(lm)
+        undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
             self._base = stack.enter_context(attention_replaced(lm, decoder, self._name, self._attention, self._mask))
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))

@@ -20,6 +20,7 @@ from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import find_instances
 from .losses import TokenStatistics
 from .memory import SavedBytes, peak_device_bytes
+from .quantized import cpu_packing_off, undo_cpu_packing
 from .selection import TokenSelection, select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
@@ -99,6 +100,7 @@ class TokenSeekMixin:
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
         """The stock step inside a session, which stays open until the backward is over."""
         if self._keeps_all(inputs):
+            undo_cpu_packing(self._structure.lm)
             return super().training_step(model, inputs, *args, **kwargs)
         with self._open_session(model) as self._session:
             try:
@@ -233,7 +235,8 @@ class TokenSeekMixin:
         Activation checkpointing of the training arguments applies to the ditch pass.
         """
         self._window = _Window()
-        output = super().train(*args, **kwargs)
+        with cpu_packing_off(self._structure.lm):
+            output = super().train(*args, **kwargs)
         if self._window.supervised_ever is not None and int(self._window.supervised_ever) == 0:
             warnings.warn(
                 "No token of the training data carried a loss, so nothing was learned: every label was -100. Check the "
@@ -241,6 +244,11 @@ class TokenSeekMixin:
                 stacklevel=2,
             )
         return output
+
+    def evaluation_loop(self, *args, **kwargs):
+        """The stock loop; 4-bit weights on a CPU stay as training needs them."""
+        with cpu_packing_off(self._structure.lm):
+            return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs:
