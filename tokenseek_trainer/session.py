@@ -230,22 +230,22 @@ class TokenSeekSession:
         if not (self._score_gradient or self._score_context):
             return
         where = self._instances.supervised
-        rows = hidden.detach()[where]
-        if len(rows) == 0:
-            self._found.loss_sum = torch.zeros((), device=hidden.device)
-            self._found.gradient = torch.zeros(where.shape, device=hidden.device) if self._score_gradient else None
-            return
-        losses, gradient = losses_and_gradient(
-            self._head,
-            rows,
-            self._instances.targets[where],
-            self.structure.vocab_size,
-            self._smoothing,
-            self._score_gradient,
-        )
-        self._found.loss_sum = losses.sum()
+        at_hidden = torch.zeros_like(hidden)
+        self._found.loss_sum = torch.zeros((), device=hidden.device)
+        if where.any():
+            losses, gradient = losses_and_gradient(
+                self._head,
+                hidden.detach()[where],
+                self._instances.targets[where],
+                self.structure.vocab_size,
+                self._smoothing,
+                self._score_gradient,
+            )
+            self._found.loss_sum = losses.sum()
+            if self._score_gradient:
+                at_hidden[where] = gradient.to(hidden.dtype)
         if self._score_gradient:
-            at_hidden = torch.zeros_like(hidden).index_put((where,), gradient.to(hidden.dtype))
+            # Also when it is all zeros: with FSDP every rank must run the same backward.
             (at_leaf,) = torch.autograd.grad(hidden, self._leaf, at_hidden)
             self._found.gradient = gradient_magnitude(at_leaf)
 
@@ -260,13 +260,14 @@ class TokenSeekSession:
 
     def _ditch_loss(self, hidden) -> torch.Tensor:
         keep = self._selection.supervised
-        # Positions without a loss go to the head only if there is no other, so that every parameter gets a gradient.
-        if not keep.any():
-            return hidden.sum() * 0
-        weights = self._selection.weights[keep] * self._loss_scale
-        targets = self._selection.gather(self._instances.targets)[keep]
+        weights, statistics = self._selection.weights * self._loss_scale, self._statistics
+        if not keep.any():  # one position with weight 0, so that every parameter gets a gradient on every rank
+            keep, statistics = torch.zeros_like(keep), None
+            keep[0, 0] = True
+        targets = self._selection.gather(self._instances.targets)[keep].clamp(min=0)
+        weights = weights[keep]
         return weighted_loss(
-            self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing, self._statistics
+            self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing, statistics
         )
 
     def _attention(self, module, query, key, value, attention_mask, **kwargs):

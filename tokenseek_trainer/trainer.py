@@ -38,9 +38,10 @@ class TokenSeekMixin:
 
     It logs beside `loss`, averaged over the optimizer steps since the last log:
         full_loss: the loss over all supervised tokens, from the seek pass (absent with `scorer="random"`).
-        kept_tokens, supervised_kept: tokens kept per optimizer step on this process, and those of them that carry a loss.
+        kept_tokens, supervised_kept: tokens kept per optimizer step over all processes, and those that carry a loss.
         kept_fraction: kept tokens / real tokens.
-        saved_mib: MiB kept for the backward by one micro-batch: by autograd, and the recorded keys and values.
+        saved_mib: MiB that this process keeps for the backward of one micro-batch: by autograd, and the recorded keys and
+            values.
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
     """
 
@@ -140,10 +141,7 @@ class TokenSeekMixin:
                     return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
                 finally:
                     self._session = None
-        loss = self._tokenseek_loss(inputs, num_items_in_batch)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # As the stock Trainer does: DDP averages over processes, while N counts the tokens of all of them.
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        loss = self._tokenseek_loss(inputs, num_items_in_batch) * self._process_scale(num_items_in_batch)
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
@@ -180,8 +178,19 @@ class TokenSeekMixin:
             )
             if saved is not None:
                 saved.add(*session.recorded())
-        self._window.add(instances, selection, found.loss_sum, num_items_in_batch, self._accumulation)
+        full_loss = found.loss_sum
+        if full_loss is not None:
+            n_here = instances.n_supervised.sum().clamp(min=1) * self._accumulation
+            n_items = n_here if num_items_in_batch is None else num_items_in_batch
+            full_loss = full_loss / n_items * self._process_scale(num_items_in_batch)
+        self._window.add(instances, selection, full_loss, self._accumulation)
         return loss
+
+    def _process_scale(self, num_items_in_batch) -> int:
+        """As in the stock Trainer: DDP averages over processes, while N may count the tokens of all of them."""
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return 1
+        return self.accelerator.num_processes // self.get_tp_size()
 
     def _check_scores(self, scores: torch.Tensor, instances) -> None:
         """Refuse a token_scores column that cannot be ranked, or drawn from."""
@@ -252,7 +261,7 @@ class TokenSeekMixin:
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs:
-            logs.update(self._window.flush(self.args.device))
+            logs.update(self._window.flush(self.accelerator))
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
@@ -284,16 +293,11 @@ class _Window:
             yield saved
         self.saved_bytes = saved.total
 
-    def add(self, instances, selection: TokenSelection, loss_sum, num_items_in_batch, accumulation) -> None:
-        """A micro-batch of which the selection was kept."""
-        n_supervised = instances.n_supervised.sum()
-        full_loss = None
-        if loss_sum is not None:
-            share = n_supervised.clamp(min=1) * accumulation if num_items_in_batch is None else num_items_in_batch
-            full_loss = loss_sum / share
+    def add(self, instances, selection: TokenSelection, full_loss, accumulation) -> None:
+        """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
         self._add(
             accumulation,
-            n_supervised,
+            instances.n_supervised.sum(),
             kept=selection.mask.sum(),
             real=instances.n_tokens.sum(),
             supervised_kept=selection.supervised.sum(),
@@ -319,18 +323,20 @@ class _Window:
             if value is not None:
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def flush(self, device: torch.device) -> dict[str, float]:
-        """The means of the window, which then starts anew."""
+    def flush(self, accelerator) -> dict[str, float]:
+        """The means of the window over all processes; the window then starts anew."""
         if not self.sums:
             return {}
-        sums = {name: float(value) for name, value in self.sums.items()}
+        device, n_processes = accelerator.device, accelerator.num_processes
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in self.sums.values()])
+        sums = dict(zip(self.sums, accelerator.reduce(values, "sum").tolist(), strict=True))
         logs = {
             "kept_tokens": sums["kept"] / self.optimizer_steps,
             "kept_fraction": sums["kept"] / max(sums["real"], 1),
             "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
         }
         if "full_loss" in sums:
-            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps
+            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps / n_processes
         if self.saved_bytes is not None:
             logs["saved_mib"] = self.saved_bytes / MIB
         peak = peak_device_bytes(device)
