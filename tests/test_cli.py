@@ -113,3 +113,65 @@ def test_debug_shows_the_traceback():
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     assert "train" in capsys.readouterr().out
+
+
+def write_conversations(folder):
+    for name, count in (("train", 12), ("heldout", 4)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"w{i} w{i + 1}"},
+                    {"role": "assistant", "content": " ".join(f"w{(i + j) % 20}" for j in range(6))},
+                ]
+            }
+            for i in range(count)
+        ]
+        (folder / f"chat-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+SFT = ["--trainer", "sft", "--bf16", "false", "--data.train", "chat-train.jsonl", "--data.eval", "chat-heldout.jsonl"]
+CHAT = [*SFT, "--data.prompt", "null", "--data.completion", "null"]
+QLORA = ["--quantization.load_in_4bit", "true", "--peft.method", "lora", "--peft.r", "4"]
+
+
+def test_conversations_train_through_sft(workspace):
+    write_conversations(workspace)
+    assert main(["train", str(workspace / "recipe.yaml"), *CHAT, "--training.packing", "false"]) == 0
+    summary = json.loads((workspace / "out" / "run_summary.json").read_text())
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+    assert summary["recipe"]["trainer"] == "sft"
+    AutoModelForCausalLM.from_pretrained(workspace / "out")
+
+
+def test_templates_fill_prompts_for_sft_too(workspace):
+    assert main(["train", str(workspace / "recipe.yaml"), "--trainer", "sft", "--bf16", "false"]) == 0
+
+
+@pytest.mark.parametrize("adapter", [["--peft.method", "loha", "--peft.r", "4"], ["--peft.method", "dora"], QLORA])
+@pytest.mark.parametrize("trainer", ["trainer", "sft"])
+def test_adapters_train_from_a_recipe(workspace, trainer, adapter):
+    from peft import PeftModel
+
+    adapter = [*adapter, "--peft.target_modules", "[q_proj, down_proj]"]
+    arguments = ["train", str(workspace / "recipe.yaml"), "--trainer", trainer, "--bf16", "false", *adapter]
+    assert main(arguments) == 0
+    summary = json.loads((workspace / "out" / "run_summary.json").read_text())
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+    base = AutoModelForCausalLM.from_pretrained(workspace / "model")
+    assert PeftModel.from_pretrained(base, workspace / "out")(torch.tensor([[7, 8, 9]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peft.method", "lorra"], r"peft.method must be one of ('lora', 'dora', 'loha'), got 'lorra'. Did you mean 'lora'"),
+        (["--peft.method", "lora", "--peft.rank", "4"], "'peft' has no setting 'rank'"),
+        (["--quantization.load_in_4bit", "true"], "Add a peft section"),
+        ([*QLORA, "--quantization.nf4", "true"], "'quantization' has no setting 'nf4'"),
+        (["--trainer", "sfft"], "trainer must be one of ('trainer', 'sft'), got 'sfft'"),
+        (["--trainer", "sft", "--training.paking", "true"], "'training' has no setting 'paking'. Did you mean 'packing'"),
+    ],
+)
+def test_wrong_adapters_and_trainers_are_explained(workspace, capsys, arguments, message):
+    assert main(["train", str(workspace / "recipe.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -12,6 +12,9 @@ from .instances import IGNORE_INDEX
 ENCODED_COLUMNS = ("input_ids", "labels", "completion_mask", *TOKEN_COLUMNS)
 
 
+SFT_COLUMNS = ("messages", "prompt", "completion", "text", *ENCODED_COLUMNS)
+
+
 def load_rows(source: str, split: str = "train", limit: int | None = None) -> list[dict]:
     """Read rows from a local .jsonl or .json file, or from a data set of the hub.
 
@@ -107,6 +110,15 @@ def encode_rows(
             "or check the templates."
         )
     return encoded
+
+
+def sft_row(row: dict, *, prompt: str | None = None, completion: str | None = None, text: str | None = None) -> dict:
+    """A row as TRL's SFTTrainer takes it: the templates filled in, or without templates the row itself."""
+    if prompt is not None and completion is not None:
+        return {"prompt": _fill(prompt, row), "completion": _fill(completion, row)}
+    if text is not None:
+        return {"text": _fill(text, row)}
+    return {name: row[name] for name in SFT_COLUMNS if name in row}
 
 
 def _encode(row, tokenizer, prompt, completion, text, train_on_prompt) -> dict:

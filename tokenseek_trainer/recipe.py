@@ -66,7 +66,16 @@ class DataSettings:
     train_on_prompt: bool = False
 
 
-SECTIONS = {"model": ModelSettings, "data": DataSettings, "tokenseek": TokenSeekConfig, "training": TrainingArguments}
+TRAINERS = ("trainer", "sft")
+# Settings of optional packages have no class here: their own classes check them when the run is built.
+SECTIONS = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "tokenseek": TokenSeekConfig,
+    "training": TrainingArguments,
+    "peft": None,
+    "quantization": None,
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,10 @@ class Recipe:
     """A run: model, data, method and training arguments.
 
     Attributes:
-        training: keyword arguments of `transformers.TrainingArguments`.
+        training: keyword arguments of `transformers.TrainingArguments`, or of `trl.SFTConfig` with `trainer="sft"`.
+        peft: `method` ("lora", "dora" or "loha") and keyword arguments of its PEFT config. Empty: full fine-tuning.
+        quantization: keyword arguments of `transformers.BitsAndBytesConfig`. Empty: none.
+        trainer: "trainer" (TokenSeekTrainer), or "sft" (TokenSeekSFTTrainer, which also takes conversations).
         path: the file it was read from, None if it was built in code.
     """
 
@@ -82,6 +94,9 @@ class Recipe:
     data: DataSettings
     tokenseek: TokenSeekConfig = field(default_factory=TokenSeekConfig)
     training: dict[str, Any] = field(default_factory=dict)
+    peft: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] = field(default_factory=dict)
+    trainer: str = "trainer"
     path: Path | None = None
 
     def resolve(self, source: str | None) -> str | None:
@@ -97,6 +112,9 @@ class Recipe:
             "data": dataclasses.asdict(self.data),
             "tokenseek": self.tokenseek.to_dict(),
             "training": self.training,
+            "peft": self.peft,
+            "quantization": self.quantization,
+            "trainer": self.trainer,
         }
 
 
@@ -119,7 +137,10 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         raise ConfigError(f"The recipe {path} is not valid YAML: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"The recipe {path} must hold the sections {', '.join(SECTIONS)}.")
+    settings["trainer"] = settings.get("trainer", "trainer")
     for section, values in settings.items():
+        if section == "trainer":
+            continue
         if section not in SECTIONS:
             raise ConfigError(
                 f"{path} has an unknown section {section!r}.{closest(section, SECTIONS)} Sections are: {', '.join(SECTIONS)}."
@@ -127,11 +148,20 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         if values is not None and not isinstance(values, dict):
             raise ConfigError(f"The section {section!r} of {path} must hold keys and values, got {values!r}.")
         for key, value in (values or {}).items():
-            _check_key(section, key)
+            if section != "training" or settings["trainer"] != "sft":
+                _check_key(section, key)
             _check_type(section, key, value)
-    settings = {section: dict(settings.get(section) or {}) for section in SECTIONS}
+    settings = {
+        "trainer": settings["trainer"],
+        **{section: dict(settings.get(section) or {}) for section in SECTIONS},
+    }
     for name, text in parse_overrides(overrides):
         _set(settings, name, text)
+    if settings["trainer"] not in TRAINERS:
+        raise ConfigError(f"trainer must be one of {TRAINERS}, got {settings['trainer']!r}.")
+    if settings["trainer"] == "trainer":
+        for key in settings["training"]:
+            _check_key("training", key)
     for section, key, what in (
         ("model", "name", "a folder or hub name"),
         ("data", "train", "a .jsonl file or hub name"),
@@ -144,6 +174,9 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         data=DataSettings(**settings["data"]),
         tokenseek=TokenSeekConfig.from_dict(settings["tokenseek"]),
         training=settings["training"],
+        peft=settings["peft"],
+        quantization=settings["quantization"],
+        trainer=settings["trainer"],
         path=path,
     )
 
@@ -167,6 +200,9 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def _set(settings: dict, name: str, text: str) -> None:
+    if name == "trainer":
+        settings["trainer"] = text
+        return
     section, _, rest = name.partition(".")
     if section not in SECTIONS:
         first = name.partition(".")[0]
@@ -178,7 +214,8 @@ def _set(settings: dict, name: str, text: str) -> None:
             raise ConfigError(f"{first!r} is ambiguous. Write {' or '.join(f'--{s}.{first}' for s in owners)}.")
         section, rest = owners[0], name
     key, _, inner = rest.partition(".")
-    _check_key(section, key)
+    if section != "training" or settings["trainer"] != "sft":  # SFTConfig has more settings than TrainingArguments
+        _check_key(section, key)
     value = _parse(text, as_text=not inner and _kinds(section, key) in ((str,), (str, type(None))))
     if inner:
         current = settings[section].get(key)
@@ -188,11 +225,13 @@ def _set(settings: dict, name: str, text: str) -> None:
 
 
 def _keys(section: str) -> list[str]:
+    if SECTIONS[section] is None:
+        return []
     return [f.name for f in dataclasses.fields(SECTIONS[section]) if f.init]
 
 
 def _check_key(section: str, key: str) -> None:
-    if key not in _keys(section):
+    if SECTIONS[section] is not None and key not in _keys(section):
         raise ConfigError(f"The section {section!r} has no setting {key!r}.{closest(key, _keys(section))}")
 
 
@@ -206,7 +245,9 @@ def _parse(text: str, as_text: bool):
 
 
 def _kinds(section: str, key: str) -> tuple[type, ...] | None:
-    """The plain types that a setting takes; None if its annotation says more than plain types."""
+    """The plain types that a setting takes; None if its annotation says more, or is another package's."""
+    if key not in _keys(section):
+        return None
     annotation = typing.get_type_hints(SECTIONS[section])[key]
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     kinds = tuple(typing.get_origin(member) or member for member in members)

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
-from .data import encode_rows, load_rows
+from .data import encode_rows, load_rows, sft_row
 from .errors import ConfigError
 from .memory import peak_process_bytes
 from .recipe import Recipe
@@ -28,12 +29,14 @@ def load_tokenizer(recipe: Recipe):
 
 
 def load_model(recipe: Recipe):
-    """The recipe's model, in its dtype and with its attention."""
+    """The recipe's model, in its dtype, attention and quantisation."""
     settings = recipe.model
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype, None)
     if dtype is None:
         raise ConfigError(f"model.dtype must be auto, float32, bfloat16 or float16, got {settings.dtype!r}.")
     kwargs = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    if recipe.quantization:
+        kwargs["quantization_config"] = quantization_config(recipe)
     return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
 
 
@@ -61,13 +64,34 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     Args:
         resume: go on from the last checkpoint in output_dir.
     """
+    checkpoint = _last_checkpoint(recipe.training["output_dir"]) if resume else None
+    adapter = adapter_config(recipe)
+    build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
+    trainer = build(recipe, adapter)
+    evaluates = trainer.eval_dataset is not None
+    before = trainer.evaluate()["eval_loss"] if evaluates else None
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    after = trainer.evaluate()["eval_loss"] if evaluates else None
+    trainer.save_model()
+    return _write_summary(trainer, recipe, before, after, seconds)
+
+
+def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     args = TrainingArguments(**recipe.training)
-    checkpoint = _last_checkpoint(args.output_dir) if resume else None
     tokenizer = load_tokenizer(recipe)
     train_examples = load_examples(recipe, tokenizer, "train")
     eval_examples = load_examples(recipe, tokenizer, "eval")
-    trainer = TokenSeekTrainer(
-        model=load_model(recipe),
+    model = load_model(recipe)
+    if adapter is not None:
+        import peft
+
+        if recipe.quantization:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.get_peft_model(model, adapter)
+    return TokenSeekTrainer(
+        model=model,
         args=args,
         train_dataset=train_examples,
         eval_dataset=eval_examples,
@@ -75,13 +99,38 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
         data_collator=TokenSeekCollator(pad_token_id=tokenizer.pad_token_id),
         tokenseek=recipe.tokenseek,
     )
-    before = trainer.evaluate()["eval_loss"] if eval_examples else None
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
-    after = trainer.evaluate()["eval_loss"] if eval_examples else None
-    trainer.save_model()
-    return _write_summary(trainer, recipe, train_examples, before, after, seconds)
+
+
+def _build_sft_trainer(recipe: Recipe, adapter):
+    try:
+        from datasets import Dataset
+        from trl import SFTConfig
+
+        from .sft import TokenSeekSFTTrainer
+    except ImportError as error:
+        raise ConfigError(f"trainer: sft needs TRL ({error}): pip install 'tokenseek-trainer[sft]'") from None
+    settings = {"max_length": recipe.data.max_length, **recipe.training}
+    check_keys("training", settings, SFTConfig)
+    data = recipe.data
+
+    def rows(which):
+        source = recipe.resolve(getattr(data, which))
+        if source is None:
+            return None
+        loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"))
+        return Dataset.from_list(
+            [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
+        )
+
+    return TokenSeekSFTTrainer(
+        model=load_model(recipe),
+        args=SFTConfig(**settings),
+        train_dataset=rows("train"),
+        eval_dataset=rows("eval"),
+        processing_class=load_tokenizer(recipe),
+        peft_config=adapter,
+        tokenseek=recipe.tokenseek,
+    )
 
 
 def _last_checkpoint(output_dir: str) -> str:
@@ -91,14 +140,14 @@ def _last_checkpoint(output_dir: str) -> str:
     return checkpoint
 
 
-def _write_summary(trainer, recipe, examples, before, after, seconds) -> dict:
+def _write_summary(trainer, recipe, before, after, seconds) -> dict:
     logs = [entry for entry in trainer.state.log_history if "kept_fraction" in entry]
     tokens = sum(entry["kept_tokens"] / max(entry["kept_fraction"], 1e-12) for entry in logs)
     tokens *= trainer.state.global_step / max(len(logs), 1)
     peaks = [entry["peak_memory_mib"] for entry in logs if "peak_memory_mib" in entry]
     summary = {
         "model": recipe.model.name,
-        "train_rows": len(examples),
+        "train_rows": len(trainer.train_dataset),
         "optimizer_steps": trainer.state.global_step,
         "held_out_loss_before": before,
         "held_out_loss_after": after,
