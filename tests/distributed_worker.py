@@ -35,6 +35,17 @@ def train(folder, ratio=None, steps=1, **overrides):
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.state.log_history
 
 
+def train_sft(folder, ratio, **overrides):
+    """As `train`, through TokenSeekSFTTrainer."""
+    import test_sft
+
+    settings_ = {"max_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant", **overrides}
+    trainer = test_sft.trainer_of(folder, TokenSeekConfig.paper(ratio=ratio), **settings_)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach() for name, p in model.named_parameters()}, trainer.state.log_history
+
+
 def rows_of_rank(split):
     """This process's rows of one batch. "uneven": 3 rows and 1; "masked": the second process has no label at all."""
     batch = ragged_batch(LENGTHS[:4])

@@ -164,12 +164,18 @@ def test_adapters_train_from_a_recipe(workspace, trainer, adapter):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peft.method", "lorra"], r"peft.method must be one of ('lora', 'dora', 'loha'), got 'lorra'. Did you mean 'lora'"),
+        (
+            ["--peft.method", "lorra"],
+            r"peft.method must be one of ('lora', 'dora', 'loha'), got 'lorra'. Did you mean 'lora'",
+        ),
         (["--peft.method", "lora", "--peft.rank", "4"], "'peft' has no setting 'rank'"),
         (["--quantization.load_in_4bit", "true"], "Add a peft section"),
         ([*QLORA, "--quantization.nf4", "true"], "'quantization' has no setting 'nf4'"),
         (["--trainer", "sfft"], "trainer must be one of ('trainer', 'sft'), got 'sfft'"),
-        (["--trainer", "sft", "--training.paking", "true"], "'training' has no setting 'paking'. Did you mean 'packing'"),
+        (
+            ["--trainer", "sft", "--training.paking", "true"],
+            "'training' has no setting 'paking'. Did you mean 'packing'",
+        ),
     ],
 )
 def test_wrong_adapters_and_trainers_are_explained(workspace, capsys, arguments, message):

@@ -51,6 +51,10 @@ def results(tmp_path_factory):
         arguments = {"wrapper": wrapper, "ratio": ratio, "split": split, "checkpointing": checkpointing}
         two[f"{wrapper} {ratio} {split} {checkpointing}"] = ("differentiate", arguments)
         one[f"{ratio} {split}"] = ("reference", {"ratio": ratio, "split": split})
+    for ratio in RATIOS[:2]:
+        sft = {"folder": str(folder), "ratio": ratio}
+        two[f"sft {ratio}"] = ("train_sft", {**sft, "per_device_train_batch_size": 4})
+        one[f"sft {ratio}"] = ("train_sft", {**sft, "per_device_train_batch_size": 8})
     series = {"folder": str(folder), "ratio": 0.3, "steps": 30}
     two["series"] = ("train", {**series, "per_device_train_batch_size": 4})
     one["series"] = ("train", {**series, "per_device_train_batch_size": 8})
@@ -64,6 +68,14 @@ def test_two_processes_train_like_one_with_twice_the_batch(results, ratio, batch
     # at ratio 1.0 it is the stock loss, which transformers computes in float32
     assert relative_error(two[0], one[0]) < (1e-9 if ratio < 1 else 1e-6)
     for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept"):
+        assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
+
+
+@pytest.mark.parametrize("ratio", RATIOS[:2])
+def test_sft_on_two_processes_is_sft_on_one(results, ratio):
+    two, one = (result[f"sft {ratio}"] for result in results)
+    assert relative_error(two[0], one[0]) < 1e-9
+    for key in ("loss", "kept_tokens", "num_tokens", "kept_entropy", "kept_mean_token_accuracy"):
         assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
 
 

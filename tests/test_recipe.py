@@ -118,3 +118,15 @@ def test_every_shipped_recipe_parses_and_says_what_it_is_for(path):
     assert recipe.model.name
     head = path.read_text().split("\n\n")[0]
     assert head.startswith("# ") and "tokenseek train" in head.replace("\n", " ") + path.read_text()[:400]
+
+
+LAUNCH = sorted((Path(__file__).parent.parent / "recipes" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda p: p.stem)
+def test_every_launch_config_is_one_that_accelerate_reads(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    assert f"--config_file recipes/accelerate/{path.name}" in path.read_text()

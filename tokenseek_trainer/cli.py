@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def _train(options, rest) -> None:
     from .recipe import load_recipe
     from .run import format_summary, train
 
-    print(format_summary(train(load_recipe(options.recipe, rest), resume=options.resume)))
+    summary = train(load_recipe(options.recipe, rest), resume=options.resume)
+    if os.environ.get("RANK", "0") == "0":  # under a launcher every process gets here
+        print(format_summary(summary))
 
 
 def _score(options, rest) -> None:

@@ -92,6 +92,7 @@ class TokenSeekSession:
         self._open = contextlib.ExitStack()
         self._mode = None  # "seek", "ditch" or "head"
         self._name = f"tokenseek_{id(self)}"
+        self.implementation = None  # the attention that the user chose, known inside the session
 
     # ---- entering and leaving ----
 
@@ -100,7 +101,9 @@ class TokenSeekSession:
         uses_checkpointing(lm)
         undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
-            self._base = stack.enter_context(attention_replaced(lm, decoder, self._name, self._attention, self._mask))
+            self.implementation = stack.enter_context(
+                attention_replaced(lm, decoder, self._name, self._attention, self._mask)
+            )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
             self._open = stack.pop_all()
@@ -276,7 +279,7 @@ class TokenSeekSession:
             return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
         if self._mode == "seek":
             self._record(module, query, key, value, attention_mask, **kwargs)
-        base = eager_function(module) if self._base == "eager" else AttentionInterface()[self._base]
+        base = eager_function(module) if self.implementation == "eager" else AttentionInterface()[self.implementation]
         return base(module, query, key, value, attention_mask, **kwargs)
 
     def _record(self, module, query, key, value, attention_mask, **kwargs):
@@ -317,7 +320,7 @@ class TokenSeekSession:
             rule = self._rules[self._n_masks]
             self._n_masks += 1
             return rule.rows(self._selection.indices)
-        mask = AttentionMaskInterface()[self._base](*args, **kwargs)
+        mask = AttentionMaskInterface()[self.implementation](*args, **kwargs)
         if self._mode == "seek":
             self._rules.append(MaskRule(kwargs))
             # Masks that were not needed (None) stand for plain causal or full attention: any rule that gave None is it.

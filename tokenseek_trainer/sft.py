@@ -40,6 +40,11 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
         given = kwargs.get("train_dataset", args[3] if len(args) > 3 else None)
         # Preparation with packing drops every other column, so what was given is read here.
         self._token_columns = [name for name in TOKEN_COLUMNS if name in (getattr(given, "column_names", None) or ())]
+        if getattr(kwargs.get("args", args[1] if len(args) > 1 else None), "activation_offloading", False):
+            raise UnsupportedModelError(
+                "activation_offloading is not supported: it would move every layer's keys and values forth and back. Use "
+                "TokenSeekConfig(kv_store='cpu') with gradient_checkpointing=True."
+            )
         super().__init__(*args, **kwargs)
         if self._token_columns:
             self.data_collator = TokenColumns(self.data_collator, self.args.max_length)
@@ -51,11 +56,6 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
             raise UnsupportedModelError(
                 f"loss_type={args.loss_type!r} is not supported: the kept tokens stand for all under the cross-entropy. "
                 "Use loss_type='nll'."
-            )
-        if args.activation_offloading:
-            raise UnsupportedModelError(
-                "activation_offloading is not supported: it would move every layer's keys and values forth and back. Use "
-                "TokenSeekConfig(kv_store='cpu') with gradient_checkpointing=True."
             )
         if getattr(self, "aux_loss_enabled", False):
             raise UnsupportedModelError(

@@ -60,11 +60,11 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     Raises:
         UnsupportedModelError: the model cannot be trained with token ditching; the message says why.
     """
-    outer = extract_model_from_parallel(model, keep_fp32_wrapper=True)
-    if isinstance(outer, nn.DataParallel):
+    if isinstance(model, nn.DataParallel):
         raise UnsupportedModelError(
             "nn.DataParallel is not supported. Start one process per GPU with `accelerate launch`."
         )
+    outer = extract_model_from_parallel(model, keep_fp32_wrapper=True)
     is_peft = hasattr(outer, "peft_config") and hasattr(outer, "get_base_model")
     if is_peft and getattr(outer.active_peft_config, "is_prompt_learning", False):
         raise UnsupportedModelError(

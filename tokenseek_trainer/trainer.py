@@ -28,6 +28,7 @@ from .structure import inspect_model
 
 
 MIB = 2**20
+SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 
 
 class TokenSeekMixin:
@@ -57,12 +58,22 @@ class TokenSeekMixin:
         self._session: TokenSeekSession | None = None
         self._checked = False
         self._window = _Window()
+        self._refuse_other_objectives()
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
             inspect_model(model)  # refused before the Trainer moves it to a device
         super().__init__(*args, **kwargs)
         self._structure = inspect_model(self.model)
         self._refuse_combinations()
+
+    def _refuse_other_objectives(self) -> None:
+        names = [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")]
+        other = [name for name in names if name.endswith("Trainer") and name not in SUPERVISED_TRAINERS]
+        if other:
+            raise UnsupportedModelError(
+                f"{other[0]} is not supported: its loss is not a sum over tokens (it compares whole sequences), so kept tokens "
+                "cannot stand for the others. Use TokenSeekTrainer or TokenSeekSFTTrainer for supervised fine-tuning."
+            )
 
     def _refuse_combinations(self) -> None:
         args = self.args
@@ -85,6 +96,12 @@ class TokenSeekMixin:
         if (checkpointing or {}).get("use_reentrant"):
             raise UnsupportedModelError(
                 "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
+            )
+        liger = getattr(args, "liger_kernel_config", None) or {}
+        if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
+            raise UnsupportedModelError(
+                "Liger's fused head computes the loss of all tokens at once, so kept tokens cannot be weighted in it. Set "
+                "liger_kernel_config={'fused_linear_cross_entropy': False}; its layer kernels then stay on."
             )
         if (
             isinstance(self.train_dataset, IterableDataset)
