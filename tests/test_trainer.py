@@ -274,14 +274,13 @@ def series(trainer):
     ids=["accumulation", "checkpointing"],
 )
 def test_a_whole_run_does_not_depend_on_how_its_steps_are_computed(tmp_path, config, other):
-    # In float64 rounding grows to about 1e-11 in 30 steps, unless a tie or a draw falls the other way.
     common = {"max_steps": 30, "optim": "sgd", "data": examples((4, 9, 6, 12, 7, 5, 10, 8))}
-    drift = (
-        series(trained(tmp_path, config, **common)[0]) - series(trained(tmp_path, config, **{**common, **other})[0])
-    ).abs()
+    one, two = (series(trained(tmp_path, config, **kwargs)[0]) for kwargs in (common, {**common, **other}))
+    drift = (one - two).abs()
     assert len(drift) == 30
-    assert drift.max() < 1e-8
-    assert drift.mean() < 1e-9
+    loss, grad_norm = drift.T
+    assert loss.max() < 1e-6 and loss.mean() < 2e-7  # the Trainer sums losses in float32
+    assert grad_norm.max() < 1e-9 and grad_norm.mean() < 1e-10
 
 
 # ---- token columns ----
