@@ -182,8 +182,18 @@ def build(tmp_path, trainer, config, case):
     return (stock if config is None else ours)(model=model, args=args, train_dataset=data, **kwargs, **extra)
 
 
+class FirstGradients(TrainerCallback):
+    """Keeps the gradients of the first optimizer step (before clipping moves on); empty if the optimizer consumes them."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not hasattr(self, "found"):
+            self.found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def run(*args):
     trainer = build(*args)
+    trainer.add_callback(gradients_ := FirstGradients())
+    trainer.first_gradients = gradients_
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -205,6 +215,10 @@ def test_with_all_tokens_kept_it_trains_like_the_stock_trainer(tmp_path, trainer
     ours, _ = run(tmp_path, trainer, TokenSeekConfig.paper(ratio=0.999, **case.tokenseek), case)
     for key in ("loss", "grad_norm"):
         assert test_sft.logged(ours, key) == pytest.approx(test_sft.logged(stock, key), rel=case.tolerance), key
+    expected = stock.first_gradients.found
+    assert ours.first_gradients.found.keys() == expected.keys()
+    if expected:
+        assert relative_error(ours.first_gradients.found, expected) < case.tolerance
 
 
 @pytest.mark.parametrize(("trainer", "name"), [(t, n) for t in TRAINERS for n in names(t)])

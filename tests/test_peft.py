@@ -100,6 +100,21 @@ def test_keeping_all_tokens_is_the_stock_trainer(tmp_path, kind, ratio):
     assert relative_error(dict(ours.named_parameters()), dict(stock.named_parameters())) < 1e-4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_is_the_stock_one(tmp_path, kind):
+    def evaluated(trainer_class, **kwargs):
+        trainer = trainer_class(
+            model=adapted(kind),
+            args=arguments(tmp_path),
+            eval_dataset=examples(),
+            data_collator=TokenSeekCollator(),
+            **kwargs,
+        )
+        return trainer.evaluate()["eval_loss"]
+
+    assert evaluated(TokenSeekTrainer, tokenseek=TokenSeekConfig(ratio=0.1)) == evaluated(Trainer)
+
+
 def test_every_lora_b_moves_after_one_step(tmp_path):
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -156,6 +156,30 @@ def test_evaluation_and_prediction_are_the_stock_ones(tmp_path):
     assert (ours.predict(data).predictions == stock.predict(data).predictions).all()
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
+def test_compute_metrics_sees_the_stock_logits(tmp_path, ratio):
+    data = examples((6, 6, 6))
+
+    def accuracy(prediction):
+        right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"accuracy": float(right.mean())}
+
+    def evaluated(trainer_class, **kwargs):
+        trainer = trainer_class(
+            model=tiny_model("llama"),
+            args=arguments(tmp_path, per_device_eval_batch_size=2),
+            eval_dataset=data,
+            compute_metrics=accuracy,
+            data_collator=TokenSeekCollator(),
+            **kwargs,
+        )
+        return {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy")}
+
+    stock = evaluated(Trainer)
+    assert len(stock) == 2
+    assert evaluated(TokenSeekTrainer, tokenseek=PAPER(ratio=ratio)) == stock
+
+
 def test_evaluation_in_mid_training_does_not_change_the_next_step(tmp_path):
     data = examples()
     _, without = trained(tmp_path, PAPER(ratio=0.5), max_steps=3)

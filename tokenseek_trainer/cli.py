@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from .errors import TokenSeekError
+from .errors import ConfigError, TokenSeekError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,6 +57,28 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("-o", "--output", required=True, help="the .jsonl file to write")
     score.add_argument("--column", choices=("token_scores", "token_indices"), default="token_scores")
     score.set_defaults(run=_score)
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint with lm-evaluation-harness",
+        allow_abbrev=False,
+        description="Evaluate a full checkpoint or an adapter folder, and save one JSON.",
+    )
+    evaluate.add_argument("checkpoint", help="a folder or hub name")
+    evaluate.add_argument("--suite", default="paper", help="paper, quick, or TASK[:SHOTS],... (default: paper)")
+    evaluate.add_argument("--limit", type=int, help="questions per task; marks the result as limited")
+    evaluate.add_argument("--data", help="folder with local copies of the data; default: the hub")
+    evaluate.add_argument("--batch-size", type=int, default=8)
+    evaluate.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
+    evaluate.add_argument("--chat-template", action="store_true", help="ask through the model's chat template")
+    evaluate.add_argument("-o", "--output", help="default: CHECKPOINT/eval_SUITE.json")
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser(
+        "report", help="make a table of several results of `tokenseek eval`", allow_abbrev=False
+    )
+    report.add_argument("results", nargs="+", help="JSON files; the first is what the others are compared with")
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -86,6 +108,45 @@ def _score(options, rest) -> None:
     partial.write_text("".join(json.dumps(example) + "\n" for example in scored), encoding="utf-8")
     partial.replace(output)  # a reader never sees half a file
     print(f"wrote {len(scored)} rows with {options.column} to {output}")
+
+
+def _evaluate(options, rest) -> None:
+    from .evaluation import evaluate, load_checkpoint, parse_suite, save_result
+
+    _refuse_rest(rest)
+    parse_suite(options.suite)  # a misspelt suite is refused before the model is loaded
+    output = options.output or str(
+        Path(options.checkpoint) / f"eval_{options.suite.replace(',', '_').replace(':', '-')}.json"
+    )
+    model, tokenizer = load_checkpoint(options.checkpoint, options.dtype)
+    result = evaluate(
+        model,
+        tokenizer,
+        options.suite,
+        limit=options.limit,
+        data=options.data,
+        batch_size=options.batch_size,
+        apply_chat_template=options.chat_template,
+        identity=options.checkpoint,
+    )
+    save_result(result, output)
+    for task, entry in result["tasks"].items():
+        error = "" if entry["stderr"] is None else f" ± {entry['stderr']:.2f}"
+        print(f"{task:16} {entry['metric']:9} {entry['value']:6.2f}{error}  ({entry['questions']} questions)")
+    limited = "  (limited: not a result)" if result["limited"] else ""
+    print(f"{'average':26} {result['average']:6.2f}{limited}\nsaved to {output}")
+
+
+def _report(options, rest) -> None:
+    from .evaluation import report
+
+    _refuse_rest(rest)
+    print(report(options.results))
+
+
+def _refuse_rest(rest: list[str]) -> None:
+    if rest:
+        raise ConfigError(f"Unknown argument {rest[0]!r}.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,290 @@
+"""Evaluate a checkpoint with lm-evaluation-harness, online or on local copies of the data, and save one JSON a run.
+
+A task is run through a small yaml of our own that includes the harness's and sets the number of shots, and the data path
+where a local copy is used. So the prompts, metrics and versions are the harness's.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from .errors import ConfigError, InputError, closest
+from .provenance import provenance
+
+
+# Tasks and shots. "paper" is what TokenSeek reports, with its average; "quick" needs a fraction of the time.
+SUITES = {
+    "paper": {"arc_challenge": 25, "hellaswag": 10, "mmlu": 5, "truthfulqa_mc2": 0, "winogrande": 0},
+    "quick": {"arc_easy": 0, "hellaswag": 0, "truthfulqa_mc2": 0, "winogrande": 0},
+}
+METRICS = {"arc_challenge": "acc_norm", "arc_easy": "acc_norm", "hellaswag": "acc_norm"}  # others: acc
+# Where a task's data lie in a `--data` folder.
+FOLDERS = {
+    "arc_challenge": "ai2_arc",
+    "arc_easy": "ai2_arc",
+    "hellaswag": "hellaswag",
+    "mmlu": "mmlu",
+    "truthfulqa_mc1": "truthful_qa",
+    "truthfulqa_mc2": "truthful_qa",
+    "winogrande": "winogrande",
+    "gsm8k": "gsm8k",
+}
+PREFIX = "tokenseek_"
+
+
+def parse_suite(suite: str) -> dict[str, int | None]:
+    """Tasks and shots of a suite's name, or of a list such as "arc_easy,hellaswag:10" (no number: the task's own)."""
+    if suite in SUITES:
+        return dict(SUITES[suite])
+    tasks: dict[str, int | None] = {}
+    for entry in suite.split(","):
+        name, _, shots = entry.strip().partition(":")
+        if not name or (shots and not shots.isdigit()):
+            raise ConfigError(f"--suite must be {', '.join(SUITES)}, or TASK[:SHOTS],..., got {suite!r}.")
+        tasks[name] = int(shots) if shots else None
+    return tasks
+
+
+def evaluate(
+    model,
+    tokenizer,
+    suite: str = "paper",
+    *,
+    limit: int | None = None,
+    data: str | Path | None = None,
+    batch_size: int = 8,
+    apply_chat_template: bool = False,
+    seed: int = 1234,
+    identity: str | None = None,
+) -> dict:
+    """Run a suite on a model in memory and return the result as plain data.
+
+    Args:
+        suite: "paper", "quick", or tasks as `parse_suite` reads them.
+        limit: questions per task (per subject for mmlu); None for all. A limited run is marked and never enters a table of
+            results.
+        data: a folder with local copies (`FOLDERS`); None loads from the hub.
+        identity: what the model is called in the result; None takes its name_or_path.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or a task does not exist.
+        InputError: `data` lacks a task's folder.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(f"Evaluation needs lm-eval ({error}): pip install 'tokenseek-trainer[eval]'") from None
+    tasks = parse_suite(suite)
+    start = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            names = write_tasks(tasks, Path(folder), data)
+            result = lm_eval.simple_evaluate(
+                HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                tasks=list(names.values()),
+                task_manager=TaskManager(include_path=folder),
+                limit=limit,
+                apply_chat_template=apply_chat_template,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+                log_samples=False,
+                bootstrap_iters=0,
+            )
+    finally:
+        model.train(was_training)
+    entries = {task: _entry(task, name, result) for task, name in names.items()}
+    return {
+        "benchmark": "lm-eval",
+        "suite": suite,
+        "limited": limit is not None,
+        "limit": limit,
+        "model": identity or getattr(model.config, "name_or_path", "") or type(model).__name__,
+        "chat_template": apply_chat_template,
+        "seed": seed,
+        "batch_size": batch_size,
+        "device": str(next(model.parameters()).device),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "data": "local copies" if data is not None else "hub",
+        "tasks": entries,
+        "average": sum(entry["value"] for entry in entries.values()) / len(entries),
+        "seconds": round(time.perf_counter() - start, 1),
+        **provenance(),
+    }
+
+
+def _entry(task: str, name: str, result: dict) -> dict:
+    """One task's score, in percent."""
+    metric = METRICS.get(task, "acc")
+    scores = result["results"][name]
+    if f"{metric},none" not in scores:
+        raise ConfigError(f"The task {task!r} has no metric {metric!r}; it has {', '.join(scores)}.")
+    stderr = scores.get(f"{metric}_stderr,none")
+    members = [sub for sub in result["n-samples"] if sub == name or sub.startswith(f"{name}_")]
+    shots = {result["n-shot"][sub] for sub in members if sub in result["n-shot"]}
+    return {
+        "metric": metric,
+        "value": 100 * scores[f"{metric},none"],
+        "stderr": 100 * stderr if isinstance(stderr, (int, float)) else None,
+        "shots": shots.pop() if len(shots) == 1 else None,
+        "questions": sum(result["n-samples"][sub]["effective"] for sub in members),
+        "version": result["versions"].get(name, next((result["versions"].get(sub) for sub in members), None)),
+    }
+
+
+def write_tasks(tasks: dict[str, int | None], folder: Path, data: str | Path | None) -> dict[str, str]:
+    """Write a yaml per task into `folder`; returns the harness's name for each task."""
+    import yaml
+    from lm_eval.tasks import TaskManager
+
+    index = TaskManager().task_index
+    names = {}
+    for task, shots in tasks.items():
+        if task not in index:
+            raise ConfigError(f"lm-eval has no task {task!r}.{closest(task, list(index))}")
+        path = _data_path(task, data)
+        names[task] = f"{PREFIX}{task}"
+        subjects = (
+            sorted(n for n in index if n.startswith("mmlu_") and _is_mmlu_subject(index[n]))
+            if task == "mmlu"
+            else [task]
+        )
+        for subject in subjects:
+            settings: dict = {"include": str(index[subject].yaml_path), "task": PREFIX + subject}
+            if shots is not None:
+                settings["num_fewshot"] = shots
+            if path is not None:
+                settings["dataset_path"] = str(path)
+            if task == "mmlu":
+                settings["tag"] = f"{PREFIX}mmlu_subjects"
+            (folder / f"{PREFIX}{subject}.yaml").write_text(yaml.safe_dump(settings))
+        if task == "mmlu":
+            group = {
+                "group": names[task],
+                "task": [PREFIX + subject for subject in subjects],
+                "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+                "metadata": {"version": 2},
+            }
+            (folder / f"{PREFIX}mmlu_group.yaml").write_text(yaml.safe_dump(group))
+    return names
+
+
+def _is_mmlu_subject(entry) -> bool:
+    """The 57 subjects in the harness's default form, not its groups or variants."""
+    path = entry.yaml_path
+    return path is not None and path.parent.name == "default" and not path.name.startswith("_")
+
+
+def _data_path(task: str, data: str | Path | None) -> Path | None:
+    if data is None:
+        return None
+    if task not in FOLDERS:
+        raise InputError(f"No folder is known for the local copy of {task!r}. Known tasks: {', '.join(FOLDERS)}.")
+    path = Path(data).resolve() / FOLDERS[task]
+    if not path.is_dir():
+        raise InputError(f"The data of {task!r} are not in {path}.")
+    return path
+
+
+def load_checkpoint(folder: str, dtype: str = "auto"):
+    """Load a model and its tokenizer from a full checkpoint, or from an adapter folder (the base is found in its config).
+
+    The tokenizer is the folder's own if it has one; embeddings are resized if it is larger than the model's vocabulary.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(folder)
+    adapter = path / "adapter_config.json"
+    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    source = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else folder
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    own_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = AutoTokenizer.from_pretrained(folder if own_tokenizer else source)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    if adapter.is_file():
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, folder)
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def save_result(result: dict, path: str | Path) -> None:
+    """Write a result so that a reader sees all of it or nothing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+            file.write("\n")
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def report(paths: list[str | Path]) -> str:
+    """A Markdown table over result files, with each model's difference to the first and its standard error.
+
+    Raises:
+        InputError: results with different tasks, shots, limits or chat-template flags, which must not be compared.
+    """
+    results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    _refuse_mixed(paths, results)
+    first, tasks = results[0], list(results[0]["tasks"])
+    shots = {task: first["tasks"][task]["shots"] for task in tasks}
+    lines = [
+        "| model | " + " | ".join(f"{task} ({shots[task]}-shot)" for task in tasks) + " | average |",
+        "|---|" + "---:|" * (len(tasks) + 1),
+    ]
+    for result in results:
+        cells = [_cell(result["tasks"][task], None if result is first else first["tasks"][task]) for task in tasks]
+        average = f"{result['average']:.2f}"
+        if result is not first:
+            average += f" ({result['average'] - first['average']:+.2f})"
+        lines.append(f"| {result['model']} | " + " | ".join([*cells, average]) + " |")
+    note = "score in percent ± standard error; in brackets the difference to the first row ± its standard error"
+    limited = f" **Limited to {first['limit']} questions a task: not a result.**" if first["limited"] else ""
+    return "\n".join([*lines, "", f"({note}.{limited})"])
+
+
+def _cell(entry: dict, base: dict | None) -> str:
+    def with_error(value, error, sign=""):
+        return f"{value:{sign}.2f}" + (f" ± {error:.2f}" if error is not None else "")
+
+    text = with_error(entry["value"], entry["stderr"])
+    if base is None:
+        return text
+    errors = (entry["stderr"], base["stderr"])
+    error = None if None in errors else (errors[0] ** 2 + errors[1] ** 2) ** 0.5
+    return f"{text} ({with_error(entry['value'] - base['value'], error, '+')})"
+
+
+def _refuse_mixed(paths, results) -> None:
+    for path, result in zip(paths, results, strict=True):
+        if result.get("benchmark") != "lm-eval":
+            raise InputError(f"{path} is not a result of `tokenseek eval`.")
+    for name, of in (
+        ("tasks and shots", lambda r: {task: entry["shots"] for task, entry in r["tasks"].items()}),
+        ("limit", lambda r: r["limit"]),
+        ("chat template", lambda r: r["chat_template"]),
+        ("task versions", lambda r: {task: entry["version"] for task, entry in r["tasks"].items()}),
+    ):
+        for path, result in zip(paths, results, strict=True):
+            if of(result) != of(results[0]):
+                raise InputError(
+                    f"{paths[0]} and {path} differ in {name} ({of(results[0])} and {of(result)}), so they cannot stand in one table."
+                )
