@@ -5,6 +5,7 @@ where a local copy is used. So the prompts, metrics and versions are the harness
 """
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -91,7 +92,7 @@ def evaluate(
             result = lm_eval.simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
                 tasks=list(names.values()),
-                task_manager=TaskManager(include_path=folder),
+                task_manager=TaskManager(include_path=folder, include_defaults=False),
                 limit=limit,
                 apply_chat_template=apply_chat_template,
                 random_seed=seed,
@@ -145,9 +146,8 @@ def _entry(task: str, name: str, result: dict) -> dict:
 def write_tasks(tasks: dict[str, int | None], folder: Path, data: str | Path | None) -> dict[str, str]:
     """Write a yaml per task into `folder`; returns the harness's name for each task."""
     import yaml
-    from lm_eval.tasks import TaskManager
 
-    index = TaskManager().task_index
+    index = _harness_tasks()
     names = {}
     for task, shots in tasks.items():
         if task not in index:
@@ -177,6 +177,14 @@ def write_tasks(tasks: dict[str, int | None], folder: Path, data: str | Path | N
             }
             (folder / f"{PREFIX}mmlu_group.yaml").write_text(yaml.safe_dump(group))
     return names
+
+
+@functools.cache
+def _harness_tasks() -> dict:
+    """The harness's own tasks by name; reading its thousands of files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return dict(TaskManager().task_index)
 
 
 def _is_mmlu_subject(entry) -> bool:
