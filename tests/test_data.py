@@ -101,3 +101,21 @@ def test_files_are_read_and_bad_ones_explained(tmp_path):
         load_rows(str(tmp_path / "empty.jsonl"))
     with pytest.raises(InputError, match=r"nowhere\.jsonl does not exist"):
         load_rows(str(tmp_path / "nowhere.jsonl"))
+
+
+def test_of_several_prompts_each_row_takes_the_first_that_it_can_fill():
+    tokenizer = tiny_tokenizer()
+    rows = [{"i": "w1", "x": "w2", "o": "w3"}, {"i": "w1", "x": "", "o": "w3"}, {"i": "", "x": "", "o": "w3"}]
+    prompts = ["w8 {i} {x}", "w9 {i}"]
+    encoded = encode_rows(rows, tokenizer, prompt=prompts, completion="{o}")
+    assert [words(tokenizer, e["input_ids"])[:-2] for e in encoded] == [["w8", "w1", "w2"], ["w9", "w1"], ["w9"]]
+
+
+def test_rows_are_excluded_by_a_column(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"w{i}", "source": "ab"[i % 2]}) + "\n" for i in range(6)))
+    assert [row["text"] for row in load_rows(str(path), limit=2, exclude={"source": ["a"]})] == ["w1", "w3"]
+    with pytest.raises(InputError, match="names the column 'sauce', but the rows have: source, text"):
+        load_rows(str(path), exclude={"sauce": ["a"]})
+    with pytest.raises(InputError, match="leaves no row"):
+        load_rows(str(path), exclude={"source": ["a", "b"]})

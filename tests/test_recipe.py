@@ -26,6 +26,13 @@ def test_numbers_in_exponent_notation_are_numbers(recipe_file):
     assert load_recipe(recipe_file, ["--training.weight_decay=1E2"]).training["weight_decay"] == 100.0
 
 
+def test_no_is_a_word_and_false_is_a_boolean(recipe_file):
+    assert load_recipe(recipe_file, ["--save_strategy", "no"]).training["save_strategy"] == "no"
+    assert load_recipe(recipe_file, ["--bf16", "False"]).training["bf16"] is False
+    recipe_file.write_text(recipe_file.read_text().replace("{learning_rate: 1e-5}", "{save_strategy: no, bf16: true}"))
+    assert load_recipe(recipe_file).training == {"save_strategy": "no", "bf16": True, "output_dir": "runs/my"}
+
+
 def test_the_command_line_wins(recipe_file):
     recipe = load_recipe(
         recipe_file, ["--ratio", "0.5", "--data.max_length=128", "--training.seed", "3", "--bf16", "false"]

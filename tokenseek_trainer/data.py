@@ -15,17 +15,20 @@ ENCODED_COLUMNS = ("input_ids", "labels", "completion_mask", *TOKEN_COLUMNS)
 SFT_COLUMNS = ("messages", "prompt", "completion", "text", *ENCODED_COLUMNS)
 
 
-def load_rows(source: str, split: str = "train", limit: int | None = None) -> list[dict]:
+def load_rows(
+    source: str, split: str = "train", limit: int | None = None, exclude: dict[str, list] | None = None
+) -> list[dict]:
     """Read rows from a local .jsonl or .json file, or from a data set of the hub.
 
     Args:
         source: a path that ends in .jsonl (one object a line) or .json (a list of objects), or a hub name, which needs
             the `datasets` package.
         split: of a hub data set.
-        limit: read only the first rows. None: all.
+        limit: read only the first rows that are not excluded. None: all.
+        exclude: column to values; rows that have one of the values in the column are left out.
 
     Raises:
-        InputError: the file does not exist, is not valid, or holds no rows.
+        InputError: the file does not exist, is not valid, holds no rows, or lacks a column to exclude by.
     """
     path = Path(source)
     if path.suffix in (".jsonl", ".json"):
@@ -36,6 +39,15 @@ def load_rows(source: str, split: str = "train", limit: int | None = None) -> li
         rows = _load_from_hub(source, split)
     if not rows:
         raise InputError(f"The data {source} hold no rows.")
+    for column, values in (exclude or {}).items():
+        if not any(column in row for row in rows):
+            raise InputError(
+                f"data.exclude names the column {column!r}, but the rows have: {', '.join(sorted(rows[0]))}."
+            )
+        unwanted = values if isinstance(values, list) else [values]
+        rows = [row for row in rows if row.get(column) not in unwanted]
+    if not rows:
+        raise InputError(f"data.exclude leaves no row of {source}.")
     return rows[:limit]
 
 
@@ -66,7 +78,7 @@ def encode_rows(
     rows: list[dict],
     tokenizer,
     *,
-    prompt: str | None = None,
+    prompt: str | list[str] | None = None,
     completion: str | None = None,
     text: str | None = None,
     max_length: int | None = None,
@@ -78,7 +90,8 @@ def encode_rows(
 
     Args:
         prompt, completion: templates with the row's columns in braces, such as "Question: {question}\\nAnswer:". They
-            are tokenised apart, so that no token straddles the border.
+            are tokenised apart, so that no token straddles the border. Of a list of prompts each row takes the first whose
+            columns are all filled, else the last.
         text: a template for rows without a prompt. With no template at all, rows must have the columns prompt and
             completion, or text.
         max_length: cut longer rows at the end. None: no limit.
@@ -112,7 +125,9 @@ def encode_rows(
     return encoded
 
 
-def sft_row(row: dict, *, prompt: str | None = None, completion: str | None = None, text: str | None = None) -> dict:
+def sft_row(
+    row: dict, *, prompt: str | list[str] | None = None, completion: str | None = None, text: str | None = None
+) -> dict:
     """A row as TRL's SFTTrainer takes it: the templates filled in, or without templates the row itself."""
     if prompt is not None and completion is not None:
         return {"prompt": _fill(prompt, row), "completion": _fill(completion, row)}
@@ -151,11 +166,18 @@ def _without_end(tokens: list[int], eos: list[int]) -> list[int]:
     return tokens[:-1] if eos and tokens[-1:] == eos else tokens
 
 
-def _fill(template: str, row: dict) -> str:
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+def _fill(template: str | list[str], row: dict) -> str:
+    if isinstance(template, list):
+        filled = [t for t in template if all(row.get(name) for name in _columns(t))]
+        return _fill((filled or template[-1:])[0], row)
+    names = _columns(template)
     missing = [name for name in names if name not in row]
     if missing:
         raise InputError(
             f"The template {template!r} names the column {missing[0]!r}, but the rows have: {', '.join(sorted(row))}."
         )
     return template.format(**{name: "" if row[name] is None else row[name] for name in names})
+
+
+def _columns(template: str) -> list[str]:
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]

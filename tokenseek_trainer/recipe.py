@@ -16,9 +16,17 @@ from .errors import ConfigError, closest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number, as in YAML 1.2 and in every recipe ever written."""
+    """YAML as in version 1.2: 1e-5 is a number, and no, yes, on, off are words ("save_strategy: no")."""
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
@@ -48,7 +56,9 @@ class DataSettings:
         eval: held-out rows, likewise. None: no evaluation.
         train_split, eval_split: splits of a hub data set.
         train_rows, eval_rows: use only the first rows. None: all.
-        prompt, completion, text: templates. None: the columns of these names.
+        prompt, completion, text: templates. None: the columns of these names. A list of prompts: the first whose columns are
+            all filled.
+        exclude: drop rows whose column has one of some values: {data_source: [airoboros]}. None: keep all.
         max_length: cut rows to this many tokens. None: no limit.
         train_on_prompt: whether prompt tokens carry a loss.
     """
@@ -59,9 +69,10 @@ class DataSettings:
     eval_split: str = "test"
     train_rows: int | None = None
     eval_rows: int | None = None
-    prompt: str | None = None
+    prompt: str | list | None = None
     completion: str | None = None
     text: str | None = None
+    exclude: dict | None = None
     max_length: int | None = 2048
     train_on_prompt: bool = False
 

@@ -46,7 +46,7 @@ def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict]
     source = recipe.resolve(getattr(data, which))
     if source is None:
         return None
-    rows = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"))
+    rows = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
     return encode_rows(
         rows,
         tokenizer,
@@ -117,7 +117,7 @@ def _build_sft_trainer(recipe: Recipe, adapter):
         source = recipe.resolve(getattr(data, which))
         if source is None:
             return None
-        loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"))
+        loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
         return Dataset.from_list(
             [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
         )
