@@ -181,3 +181,36 @@ def test_adapters_train_from_a_recipe(workspace, trainer, adapter):
 def test_wrong_adapters_and_trainers_are_explained(workspace, capsys, arguments, message):
     assert main(["train", str(workspace / "recipe.yaml"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--data.train_rows", "-1"], 2, "data.train_rows must be an integer >= 1"),
+        (["--data.max_length", "0"], 2, "data.max_length must be an integer >= 1"),
+        (
+            ["--data.text", "{foo", "--data.prompt", "null", "--data.completion", "null"],
+            2,
+            "template '{foo' is not valid",
+        ),
+        (["--model.dtype", "nn"], 2, "model.dtype must be"),
+        (["--tokenseek", "3"], 2, "'tokenseek' is a section. Write --tokenseek.key value"),
+        (["--optim", "foo"], 1, "ValueError: foo is not a valid OptimizerNames"),
+        (["--peft.method", "lora", "--peft.target_modules", "[nothing]"], 1, "not found in the base model"),
+    ],
+)
+def test_nothing_ends_in_a_traceback(workspace, capsys, arguments, code, message):
+    assert main(["train", str(workspace / "recipe.yaml"), *arguments]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_settings_before_the_recipe_are_explained(capsys):
+    assert main(["train", "--ratio", "0.2", "recipe.yaml"]) == 2
+    assert "The recipe comes first" in capsys.readouterr().err
+
+
+def test_debug_may_stand_after_the_command():
+    with pytest.raises(Exception, match="does not exist"):
+        main(["train", "nowhere.yaml", "--debug"])

@@ -99,6 +99,17 @@ def test_files_are_read_and_bad_ones_explained(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="hold no rows"):
         load_rows(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "separator.jsonl").write_text('\ufeff{"text": "w1\u2028w2"}\n', encoding="utf-8")
+    assert load_rows(str(tmp_path / "separator.jsonl")) == [{"text": "w1\u2028w2"}]
+    for name, content, message in (
+        ("latin.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
+        ("rows.jsonl", b"[1, 2]", "must hold an object with columns"),
+        ("object.json", b'{"text": "w1"}', "must hold a list of objects"),
+        ("broken.json", b"[", "is not JSON"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            load_rows(str(tmp_path / name))
     with pytest.raises(InputError, match=r"nowhere\.jsonl does not exist"):
         load_rows(str(tmp_path / "nowhere.jsonl"))
 

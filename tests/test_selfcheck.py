@@ -68,6 +68,45 @@ def test_a_model_that_ignores_position_ids_is_caught(monkeypatch):
         check(model, ragged_batch((9, 12)))
 
 
+def test_what_depends_on_the_longest_position_is_caught(monkeypatch):
+    """Without the special care that the session takes for such rotary embeddings, the check must not pass."""
+    import test_session
+
+    model = tiny_model("llama", rope_parameters=test_session.ROPE["longrope"], max_position_embeddings=16)
+    data = ragged_batch((20,))
+    assert check(model, data) < 1e-9
+    monkeypatch.setattr("tokenseek_trainer.session.depends_on_length", lambda module: False)
+    with pytest.raises(SelfCheckError, match="after block 0"):
+        check(model, data)
+
+
+def test_compiled_models_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"torch.compile is not supported"):
+        inspect_model(torch.compile(tiny_model("llama")))
+    model = tiny_model("llama")
+    model.compile()
+    with pytest.raises(UnsupportedModelError, match=r"torch.compile is not supported"):
+        inspect_model(model)
+
+
+def test_auxiliary_losses_of_routers_and_adapters_are_refused(tmp_path):
+    import peft
+    from test_trainer import arguments, examples
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from tokenseek_trainer import TokenSeekTrainer
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="router's auxiliary loss"):
+        TokenSeekTrainer(model=MixtralForCausalLM(config), args=arguments(tmp_path), train_dataset=examples())
+    adalora = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"])
+    with pytest.raises(UnsupportedModelError, match="ADALORA adds a regulariser"):
+        inspect_model(peft.get_peft_model(tiny_model("llama"), adalora))
+
+
 def test_a_state_space_model_is_refused_by_name():
     from transformers import MambaConfig, MambaForCausalLM
 

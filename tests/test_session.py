@@ -70,6 +70,29 @@ def test_gradient_equals_the_detach_oracle(family, batch, ratio):
     assert relative_error(found, gradients(model)) < 1e-9
 
 
+ROPE = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0],
+        "original_max_position_embeddings": 16, "factor": 8.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_embeddings_that_depend_on_the_length_see_the_whole_length(kind):
+    """The kept tokens end below the length at which frequencies change, the row goes beyond it."""
+    model = tiny_model("llama", rope_parameters=ROPE[kind], max_position_embeddings=16)
+    data = ragged_batch((40, 33))
+    data["labels"][:, 12:] = -100
+    loss, keep, weights, instances, found = run_passes(model, data, settings(0.2))
+    assert keep.nonzero()[:, 1].max() < 16
+    expected = oracle_loss(model, data, keep, weights, instances.n_supervised.sum())
+    expected.backward()
+    assert abs(loss - expected) < 1e-9 * abs(expected)
+    assert relative_error(found, gradients(model)) < 1e-9
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ditching_changes_the_gradient(family):
     """Otherwise the oracle test could pass by ditching nothing."""

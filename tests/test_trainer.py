@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from tokenseek_trainer import TokenSeekConfig, TokenSeekTrainer
 from tokenseek_trainer.collator import TokenSeekCollator
 from tokenseek_trainer.errors import ConfigError, InputError, UnsupportedModelError
-from tokenseek_trainer.testing import gradients, ragged_batch, relative_error, tiny_model
+from tokenseek_trainer.testing import ragged_batch, relative_error, tiny_model
 
 
 PAPER = TokenSeekConfig.paper
@@ -380,7 +380,7 @@ def test_missing_labels_are_named(tmp_path):
 
 def test_a_run_without_any_label_warns(tmp_path):
     data = [{**row, "labels": [-100] * len(row["input_ids"])} for row in examples()]
-    with pytest.warns(UserWarning, match=r"No token of the training data carried a loss.*-100"):
+    with pytest.warns(UserWarning, match=r"No token that was kept carried a loss.*-100"):
         _, after = trained(tmp_path, PAPER(), data=data, weight_decay=0.0)
     assert relative_error(after, dict(tiny_model("llama").named_parameters())) == 0
 
@@ -412,6 +412,10 @@ def test_wrong_arguments_are_refused_at_construction(tmp_path):
         build(arguments(tmp_path, torch_compile=True))
     with pytest.raises(UnsupportedModelError, match="compute_loss_func"):
         build(compute_loss_func=lambda *a, **k: None)
+    with pytest.raises(UnsupportedModelError, match="block 7, but the model has blocks 0 to 2"):
+        build(tokenseek=TokenSeekConfig(context_layers=[7]))
+    with pytest.raises(ConfigError, match=r"loaded model, got 'gpt2'\. Load it"):
+        build(model="gpt2")
     with pytest.raises((ConfigError, ValueError), match="max_steps"):
         build(arguments(tmp_path, max_steps=-1), train_dataset=Endless())
     with torch.device("meta"):
@@ -430,20 +434,85 @@ def test_streaming_data_train_with_max_steps(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_compute_loss_outside_a_training_step(tmp_path):
+def test_compute_loss_outside_a_training_step_is_refused_and_stock_in_evaluation(tmp_path):
     model = tiny_model("llama")
     trainer = TokenSeekTrainer(
         model=model, args=arguments(tmp_path), train_dataset=examples(), tokenseek=PAPER(ratio=0.5)
     )
     batch = trainer.data_collator(examples())
-    loss, outputs = trainer.compute_loss(model.train(), batch, return_outputs=True)
-    loss.backward()
-    assert outputs.loss is loss
-    inside = gradients(model)
-    with trainer._open_session(model) as trainer._session:
-        trainer.compute_loss(model, batch).backward()
-    trainer._session = None
-    assert relative_error(inside, gradients(model)) == 0
+    with pytest.raises(UnsupportedModelError, match="inside training_step only"):
+        trainer.compute_loss(model.train(), batch)
+    assert trainer.compute_loss(model.eval(), batch).item() == model(**batch).loss.item()
+
+
+def test_a_training_step_by_hand_returns_outputs_with_the_loss(tmp_path):
+    model = tiny_model("llama")
+    seen = []
+
+    class Spy(TokenSeekTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss, outputs = super().compute_loss(*args, **{**kwargs, "return_outputs": True})
+            seen.append(outputs)
+            return loss
+
+    trainer = Spy(model=model, args=arguments(tmp_path), train_dataset=examples(), tokenseek=PAPER(ratio=0.5))
+    trainer.current_gradient_accumulation_steps = 1  # set by train() as a rule
+    loss = trainer.training_step(model, trainer.data_collator(examples()))
+    assert seen[0].loss.item() == pytest.approx(loss.item()) and seen[0].logits is None
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_model_init_makes_a_model_that_trains(tmp_path):
+    trainer = TokenSeekTrainer(
+        model_init=lambda: tiny_model("llama"),
+        args=arguments(tmp_path),
+        train_dataset=examples(),
+        tokenseek=PAPER(ratio=0.5),
+    )
+    trainer.train()
+    _, expected = trained(tmp_path, PAPER(ratio=0.5))
+    assert relative_error(dict(trainer.model.named_parameters()), expected) == 0
+
+
+@pytest.mark.parametrize("kept", [[], [0]])
+def test_token_indices_that_carry_no_loss_warn(tmp_path, kept):
+    data = [{**row, "token_indices": kept} for row in examples(n_prompt=3)]
+    with pytest.warns(UserWarning, match="token_indices name unsupervised positions only"):
+        trained(tmp_path, PAPER(), data=data)
+
+
+def test_columns_of_other_collators_are_left_to_them(tmp_path):
+    from datasets import Dataset
+    from transformers import DataCollatorForSeq2Seq
+
+    from tokenseek_trainer.testing import tiny_tokenizer
+
+    rows = [{**row, "completion_mask": [1] * len(row["input_ids"]), "note": "x"} for row in examples()]
+    collator = DataCollatorForSeq2Seq(tiny_tokenizer())
+    trained(tmp_path, PAPER(ratio=0.5), data=Dataset.from_list(rows), collator=collator)
+    rows = Dataset.from_list([{**row, "token_indices": [1]} for row in rows])
+    with pytest.raises(InputError, match="token_indices column, which DataCollatorForSeq2Seq does not pad"):
+        trained(tmp_path, PAPER(ratio=0.5), data=rows, collator=collator)
+
+
+def test_missing_values_of_a_data_set_are_read_as_missing(tmp_path):
+    from datasets import Dataset
+
+    rows = examples((4, 9))
+    rows = Dataset.from_list([{**rows[0], "token_indices": [1]}, {**rows[1], "token_indices": None}])
+    with pytest.raises(InputError, match="has no token_indices, others have"):
+        trained(tmp_path, PAPER(), data=rows)
+
+
+def test_the_default_collator_pads_on_the_tokenizers_side(tmp_path):
+    from tokenseek_trainer.testing import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    trainer = TokenSeekTrainer(
+        model=tiny_model("llama"), args=arguments(tmp_path), train_dataset=examples(), processing_class=tokenizer
+    )
+    assert trainer.data_collator(examples())["attention_mask"][0].tolist() == [0] * 8 + [1] * 4
 
 
 def test_importing_the_package_registers_nothing_and_imports_nothing_optional():

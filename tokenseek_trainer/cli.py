@@ -10,7 +10,10 @@ from .errors import ConfigError, TokenSeekError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand. Returns 0, 2 for bad input (one message, no traceback), or 130 if interrupted."""
+    """Run a subcommand.
+
+    Returns 0; 2 for bad input and 1 for an error of another library, with one message and no traceback; 130 if interrupted.
+    """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if "run" not in options:
@@ -23,6 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"tokenseek: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"tokenseek: {type(error).__name__}: {error}\n(`--debug` shows where it came from.)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("tokenseek: interrupted. `--resume` goes on from the last checkpoint.", file=sys.stderr)
         return 130
@@ -34,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tokenseek", description="Fine-tune on the tokens that matter.", allow_abbrev=False
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug = {"action": "store_true", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     train = commands.add_parser(
@@ -79,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("results", nargs="+", help="JSON files; the first is what the others are compared with")
     report.set_defaults(run=_report)
+    for command in commands.choices.values():
+        command.add_argument("--debug", **debug)
     return parser
 
 

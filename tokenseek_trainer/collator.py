@@ -1,5 +1,6 @@
 """`TokenSeekCollator`: pad examples to a batch, with labels, positions and the token columns of the data set."""
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,10 @@ class TokenSeekCollator:
     def __post_init__(self):
         if self.padding_side not in ("right", "left"):
             raise InputError(f"padding_side must be 'right' or 'left', got {self.padding_side!r}.")
+        for name in ("max_length", "pad_to_multiple_of"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+                raise InputError(f"{name} must be an integer >= 1 or None, got {value!r}.")
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         rows = [self._read(example, i) for i, example in enumerate(examples)]
@@ -81,6 +86,11 @@ class TokenSeekCollator:
         return batch
 
     def _read(self, example, number) -> dict[str, list]:
+        example = {name: values for name, values in example.items() if values is not None}  # datasets' missing values
+        if "input_ids" not in example:
+            raise InputError(
+                f"Example {number} of the batch has no input_ids; it has: {', '.join(example) or 'nothing'}."
+            )
         tokens = _as_list(example["input_ids"])
         length = len(tokens)
         if length == 0:
@@ -115,7 +125,7 @@ class TokenSeekCollator:
 def check_token_indices(indices: list, length: int, number: int) -> None:
     """Raise InputError unless `indices` are distinct integers in [0, length)."""
     for i in indices:
-        if isinstance(i, bool) or not isinstance(i, int):
+        if isinstance(i, bool) or not isinstance(i, numbers.Integral):
             raise InputError(f"token_indices of example {number} must be integers, got {i!r} ({type(i).__name__}).")
         if not 0 <= i < length:
             raise InputError(

@@ -34,7 +34,7 @@ def load_rows(
     if path.suffix in (".jsonl", ".json"):
         if not path.is_file():
             raise InputError(f"The data file {source} does not exist (looked in {path.parent.resolve()}).")
-        rows = _read_jsonl(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
+        rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_json(path)
     else:
         rows = _load_from_hub(source, split)
     if not rows:
@@ -51,15 +51,36 @@ def load_rows(
     return rows[:limit]
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}.") from None
+
+
 def _read_jsonl(path: Path) -> list[dict]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(
+        _read_text(path).split("\n"), start=1
+    ):  # splitlines() would split inside strings too
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise InputError(f"Line {number} of {path} is not JSON: {error}.") from None
+        if not isinstance(rows[-1], dict):
+            raise InputError(f"Line {number} of {path} must hold an object with columns, got {line.strip()[:60]}.")
+    return rows
+
+
+def _read_json(path: Path) -> list[dict]:
+    try:
+        rows = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path} must hold a list of objects with columns; one object a line is a .jsonl file.")
     return rows
 
 
@@ -180,4 +201,7 @@ def _fill(template: str | list[str], row: dict) -> str:
 
 
 def _columns(template: str) -> list[str]:
-    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise InputError(f"The template {template!r} is not valid: {error}. Write {{{{ and }}}} for braces.") from None

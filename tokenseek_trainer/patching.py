@@ -71,6 +71,13 @@ def dropout_off(model: nn.Module):
             module.training = True
 
 
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding changes its frequencies with the longest position it sees (dynamic NTK, LongRoPE)."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
 @contextlib.contextmanager
 def neftune_scaled(lm: nn.Module, kept_fraction: float):
     """Keep NEFTune's noise as large as in ordinary training.

@@ -76,6 +76,12 @@ class DataSettings:
     max_length: int | None = 2048
     train_on_prompt: bool = False
 
+    def __post_init__(self):
+        for name in ("train_rows", "eval_rows", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{name} must be an integer >= 1, or null for no limit; got {value}.")
+
 
 TRAINERS = ("trainer", "sft")
 # Settings of optional packages have no class here: their own classes check them when the run is built.
@@ -140,6 +146,10 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         ConfigError: no such file, invalid YAML, an unknown section or key, or a value of the wrong type.
     """
     path = Path(path)
+    if not path.is_file() and path.suffix not in (".yaml", ".yml") and overrides:
+        raise ConfigError(
+            f"The recipe comes first, then settings: RECIPE.yaml --key value. Got {str(path)!r} as the recipe."
+        )
     if not path.is_file():
         raise ConfigError(f"The recipe {path} does not exist.{_recipes_nearby(path)}")
     try:
@@ -224,6 +234,8 @@ def _set(settings: dict, name: str, text: str) -> None:
         if len(owners) > 1:
             raise ConfigError(f"{first!r} is ambiguous. Write {' or '.join(f'--{s}.{first}' for s in owners)}.")
         section, rest = owners[0], name
+    if not rest:
+        raise ConfigError(f"{name!r} is a section. Write --{name}.key value.")
     key, _, inner = rest.partition(".")
     if section != "training" or settings["trainer"] != "sft":  # SFTConfig has more settings than TrainingArguments
         _check_key(section, key)

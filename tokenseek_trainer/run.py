@@ -32,7 +32,7 @@ def load_model(recipe: Recipe):
     """The recipe's model, in its dtype, attention and quantisation."""
     settings = recipe.model
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype, None)
-    if dtype is None:
+    if dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"model.dtype must be auto, float32, bfloat16 or float16, got {settings.dtype!r}.")
     kwargs = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
     if recipe.quantization:
@@ -172,13 +172,15 @@ def format_summary(summary: dict) -> str:
     def show(value, digits):
         return "not measured" if value is None else f"{value:.{digits}f}"
 
+    peak = summary["peak_device_mib"]
+    device = "" if peak is None else f"device {peak:.0f} MiB, "
     lines = [
         f"held-out loss     {show(summary['held_out_loss_before'], 4)} before, {show(summary['held_out_loss_after'], 4)} after",
         f"trained           {summary['optimizer_steps']} steps on {summary['train_rows']} rows in {summary['seconds']} s, "
         f"{summary['tokens_per_second']} tokens/s",
         f"kept              {show(summary['kept_fraction'], 3)} of the tokens",
         f"saved for backward {show(summary['saved_mib'], 1)} MiB per micro-batch (activations, keys and values)",
-        f"peak memory       device {show(summary['peak_device_mib'], 0)} MiB, process {summary['peak_process_mib']} MiB",
+        f"peak memory       {device}process {summary['peak_process_mib']} MiB",
         f"checkpoint        {summary['checkpoint']}",
     ]
     return "\n".join(lines)

@@ -48,11 +48,13 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
 
 
 def probe(instances: Instances, most: int = 64) -> TokenSelection:
-    """About every second real token of each row, at most `most` of them; every second token is ditched."""
+    """About every second real token of the first three quarters of each row, at most `most` of them."""
     real = instances.ids >= 0
     place = real.long().cumsum(-1) - 1
     stride = max(2, -(-int(real.sum(-1).max()) // most))
-    keep = real & (place % stride == stride - 1)
+    # The end of each row is left out too: what depends on the longest position must not be lost with it.
+    early = place < 0.75 * real.sum(-1, keepdim=True)
+    keep = real & early & (place % stride == stride - 1)
     k = max(1, int(keep.sum(-1).max()))
     indices = torch.argsort(~keep, dim=1, stable=True)[:, :k]
     mask = keep.gather(1, indices)
@@ -65,10 +67,18 @@ def _watching(session: TokenSeekSession, pick):
     """Collect pick(hidden states) of what enters the first block and leaves every block; (B, tokens, E) each."""
     seen: list[torch.Tensor] = []
 
+    def keep(hidden):
+        if hidden.ndim != 3:
+            raise SelfCheckError(
+                f"The blocks of the {session.structure.model_type!r} model pass on hidden states of shape {tuple(hidden.shape)} "
+                f"instead of (batch, tokens, width). {ADVICE}"
+            )
+        seen.append(pick(hidden.detach()))
+
     def watch(block, args, kwargs, output):
         if block is session.structure.blocks[0]:
-            seen.append(pick((args[0] if args else kwargs["hidden_states"]).detach()))
-        seen.append(pick((output[0] if isinstance(output, tuple) else output).detach()))
+            keep(args[0] if args else kwargs["hidden_states"])
+        keep(output[0] if isinstance(output, tuple) else output)
 
     with contextlib.ExitStack() as stack:
         for block in session.structure.blocks:

@@ -8,6 +8,7 @@ Letters: B batch rows, n tokens of a row, k selected ones, S positions that go t
 
 import contextlib
 import copy
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
-from .patching import attention_replaced, dropout_off, forward_replaced, neftune_scaled
+from .patching import attention_replaced, depends_on_length, dropout_off, forward_replaced, neftune_scaled
 from .quantized import undo_cpu_packing
 from .scoring import attention_received, combine, gradient_magnitude, importance
 from .selection import TokenSelection, random_scores
@@ -86,11 +87,12 @@ class TokenSeekSession:
         self.model = model
         self.config = config
         self.structure = structure or inspect_model(model)
-        self.context_blocks = _context_blocks(config, self.structure)
+        self.context_blocks = context_blocks(config, self.structure)
         self.records: dict[nn.Module, LayerRecord] = {}
         self._rules: list[MaskRule] = []
         self._open = contextlib.ExitStack()
         self._mode = None  # "seek", "ditch" or "head"
+        self._hidden = None
         self._name = f"tokenseek_{id(self)}"
         self.implementation = None  # the attention that the user chose, known inside the session
 
@@ -106,6 +108,9 @@ class TokenSeekSession:
             )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
+            for module in decoder.modules():
+                if depends_on_length(module):
+                    stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
             self._open = stack.pop_all()
         return self
 
@@ -203,6 +208,11 @@ class TokenSeekSession:
         self._model_kwargs = kwargs
         self._model_forward(*args, **kwargs)
         hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model does not call the {type(self.structure.decoder).__name__} that holds its "
+                "blocks, so its hidden states cannot be taken."
+            )
         if self._mode == "seek":
             self._finish_seek(hidden)
             return {}
@@ -220,6 +230,14 @@ class TokenSeekSession:
         self._hidden = output[0]
         self._decoder_output = _with_hidden(output, None)
         return _with_hidden(output, output[0][:, :1])
+
+    def _run_rotary(self, forward, x, position_ids, *args, **kwargs):
+        """Stands for a rotary embedding whose frequencies follow the longest position: it must see that of all tokens."""
+        if self._mode != "ditch":
+            return forward(x, position_ids, *args, **kwargs)
+        longest = self._instances.position_ids.max().expand(len(position_ids), 1)
+        cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
+        return tuple(values[:, :-1] for values in cos_and_sin)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
@@ -378,7 +396,7 @@ class TokenSeekSession:
             )
 
 
-def _context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
+def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
     n = len(structure.blocks)
     if config.context_layers == "last":
         return {n - 1}

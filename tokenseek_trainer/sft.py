@@ -1,5 +1,6 @@
 """`TokenSeekSFTTrainer`: TRL's SFTTrainer with token ditching."""
 
+import numbers
 from typing import Any
 
 import torch
@@ -34,8 +35,6 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
         UnsupportedModelError: a combination that cannot work; the message names it.
     """
 
-    _columns_to_keep = TOKEN_COLUMNS
-
     def __init__(self, *args, **kwargs):
         given = kwargs.get("train_dataset", args[3] if len(args) > 3 else None)
         # Preparation with packing drops every other column, so what was given is read here.
@@ -60,7 +59,7 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
         if getattr(self, "aux_loss_enabled", False):
             raise UnsupportedModelError(
                 "The router's auxiliary loss is not supported: it would see the kept tokens only. Set "
-                "model.config.output_router_logits to False."
+                "SFTConfig(router_aux_loss_coef=0.0)."
             )
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedModelError("Data sets with images are not supported; TokenSeek trains on tokens.")
@@ -146,6 +145,6 @@ class TokenColumns:
     def _indices(self, example, number) -> list[int]:
         indices, length = list(example["token_indices"]), len(example["input_ids"])
         if self._was_cut(example):
-            indices = [i for i in indices if not isinstance(i, int) or i < length]
+            indices = [i for i in indices if not isinstance(i, numbers.Integral) or i < length]
         check_token_indices(indices, length, number)
         return sorted(indices)

@@ -21,7 +21,7 @@ class ModelStructure:
     Attributes:
         outer: what a DDP wrapper calls; the model itself, or its PeftModel.
         lm: the transformers model with its head.
-        decoder: the stack of blocks, without the head (`lm.base_model`).
+        decoder: the stack of blocks, without the head.
         blocks: the transformer blocks, first to last.
         shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
         vocab_size: width of the logits.
@@ -64,18 +64,19 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         raise UnsupportedModelError(
             "nn.DataParallel is not supported. Start one process per GPU with `accelerate launch`."
         )
+    if hasattr(model, "_orig_mod") or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise UnsupportedModelError(
+            "torch.compile is not supported: the number of kept tokens changes from batch to batch. Pass the model uncompiled."
+        )
     outer = extract_model_from_parallel(model, keep_fp32_wrapper=True)
     is_peft = hasattr(outer, "peft_config") and hasattr(outer, "get_base_model")
-    if is_peft and getattr(outer.active_peft_config, "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"{outer.active_peft_config.peft_type.value} adds virtual tokens, whose activations cannot be ditched. "
-            "Use an adapter method such as LoRA, DoRA or LoHa."
-        )
+    if is_peft:
+        _refuse_adapters(outer.active_peft_config)
     lm = outer.get_base_model() if is_peft else outer
     if not isinstance(lm, PreTrainedModel):
         raise UnsupportedModelError(f"The model must be a transformers PreTrainedModel, got {type(lm).__name__}.")
     _refuse_unsupported(lm)
-    decoder = lm.base_model
+    decoder = _find_decoder(lm)
     structure = ModelStructure(
         outer=outer,
         lm=lm,
@@ -113,13 +114,35 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             f"{name} has {which}, which mix tokens outside attention: a ditched token cannot be made a constant there. "
             "Use an attention-only model."
         )
-    if lm.base_model is lm:
+    if _find_decoder(lm) is lm:
         raise UnsupportedModelError(f"{name} has no head. Load it with AutoModelForCausalLM or AutoModelForMaskedLM.")
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
             "masked language modelling."
         )
+
+
+def _refuse_adapters(config) -> None:
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{kind} adds virtual tokens, whose activations cannot be ditched. Use an adapter method such as LoRA, DoRA or LoHa."
+        )
+    if kind == "ADALORA":
+        raise UnsupportedModelError(
+            "ADALORA adds a regulariser to the model's own loss, which token ditching replaces. Use LoRA, DoRA or LoHa."
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            "Activated LoRA (alora_invocation_tokens) looks for tokens in the text, of which only some are kept. Use LoRA."
+        )
+
+
+def _find_decoder(lm: PreTrainedModel) -> nn.Module:
+    """The stack of blocks that the model's forward calls; some models keep it inside their `base_model`."""
+    found = lm.get_decoder() if lm.loss_function is ForCausalLMLoss else None
+    return found if isinstance(found, nn.Module) and found is not lm else lm.base_model
 
 
 def _find_blocks(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:

@@ -112,16 +112,24 @@ def packed_batch(lengths=(5, 8), *, seed: int = 0) -> dict:
 def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
     """Inside, every module of `model` detaches its output at the positions where `keep` (B, n) is False.
 
-    That is more than the definition asks for (hidden states after the embeddings and every block, keys and values), and
-    gives the same gradient: a ditched position's outputs are then constants everywhere.
+    That covers the definition (hidden states after the embeddings and every block, keys and values) wherever each of them
+    leaves a module as (B, n, ...), (B, heads, n, width) or (B * n, ...), and gives the same gradient: a ditched position's
+    outputs are then constants everywhere.
     """
-    shape = keep.shape
+    batch, n = keep.shape
 
     def detach(_module, _inputs, output):
-        if isinstance(output, torch.Tensor) and output.shape[:2] == shape:
-            where = keep.reshape(shape + (1,) * (output.ndim - 2))
-            return torch.where(where, output, output.detach())
-        return output
+        if not isinstance(output, torch.Tensor):
+            return output
+        if output.shape[:2] == (batch, n):
+            where = keep.reshape((batch, n) + (1,) * (output.ndim - 2))
+        elif output.ndim == 4 and (output.shape[0], output.shape[2]) == (batch, n):
+            where = keep[:, None, :, None]
+        elif output.ndim == 2 and output.shape[0] == batch * n:
+            where = keep.flatten()[:, None]
+        else:
+            return output
+        return torch.where(where, output, output.detach())
 
     hooks = [module.register_forward_hook(detach) for module in model.base_model.modules()]
     try:

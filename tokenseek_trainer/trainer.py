@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -23,7 +24,7 @@ from .memory import SavedBytes, peak_device_bytes
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .selection import TokenSelection, select, select_given
 from .selfcheck import self_check
-from .session import TokenSeekSession
+from .session import TokenSeekSession, context_blocks
 from .structure import inspect_model
 
 
@@ -46,8 +47,6 @@ class TokenSeekMixin:
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
     """
 
-    _columns_to_keep = (*TOKEN_COLUMNS, "position_ids", "completion_mask")
-
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
         self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
         if not isinstance(self.tokenseek, TokenSeekConfig):
@@ -64,6 +63,7 @@ class TokenSeekMixin:
             inspect_model(model)  # refused before the Trainer moves it to a device
         super().__init__(*args, **kwargs)
         self._structure = inspect_model(self.model)
+        context_blocks(self.tokenseek, self._structure)  # refuses blocks that the model has not
         self._refuse_combinations()
 
     def _refuse_other_objectives(self) -> None:
@@ -96,6 +96,12 @@ class TokenSeekMixin:
         if (checkpointing or {}).get("use_reentrant"):
             raise UnsupportedModelError(
                 "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
+            )
+        text_config = self._structure.lm.config.get_text_config()
+        if getattr(text_config, "output_router_logits", False) and getattr(text_config, "router_aux_loss_coef", 0):
+            raise UnsupportedModelError(
+                "The router's auxiliary loss is not supported: it would see the kept tokens only. Set "
+                "model.config.output_router_logits to False (with SFTTrainer: router_aux_loss_coef=0.0)."
             )
         liger = getattr(args, "liger_kernel_config", None) or {}
         if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
@@ -141,7 +147,8 @@ class TokenSeekMixin:
         Raises:
             InputError: the batch has no labels, or token columns that do not fit it.
         """
-        inputs = self._with_position_ids(inputs)
+        if model.training:
+            inputs = self._with_position_ids(inputs)
         if not model.training or self._keeps_all(inputs):
             stock = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
             if model.training and self._structure.forward_accepts("use_cache"):
@@ -152,12 +159,11 @@ class TokenSeekMixin:
                 loss = result[0] if return_outputs else result
                 self._window.add_ordinary(inputs, loss, num_items_in_batch, self._structure.shift, self._accumulation)
             return result
-        if self._session is None:  # called outside training_step; without checkpointing the graph outlives the session
-            with self._open_session(model) as self._session:
-                try:
-                    return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
-                finally:
-                    self._session = None
+        if self._session is None:
+            raise UnsupportedModelError(
+                "In training mode compute_loss works inside training_step only: the model stays prepared until the backward is "
+                "over. Call trainer.training_step, or model.eval() for the stock loss."
+            )
         loss = self._tokenseek_loss(inputs, num_items_in_batch) * self._process_scale(num_items_in_batch)
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
@@ -236,6 +242,8 @@ class TokenSeekMixin:
         return getattr(self, "current_gradient_accumulation_steps", 1)
 
     def _open_session(self, model: nn.Module) -> TokenSeekSession:
+        if extract_model_from_parallel(model, keep_fp32_wrapper=True) is not self._structure.outer:
+            self._structure, self._checked = inspect_model(model), False  # model_init made a new one
         return TokenSeekSession(model, self.tokenseek, self._structure)
 
     def _with_position_ids(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -249,14 +257,16 @@ class TokenSeekMixin:
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns += [name for name in self._columns_to_keep if name not in self._signature_columns]
+        own = isinstance(self.data_collator, TokenSeekCollator)
+        keep = (*TOKEN_COLUMNS, "position_ids", "completion_mask") if own else TOKEN_COLUMNS
+        self._signature_columns += [name for name in keep if name not in self._signature_columns]
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         inputs = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def train(self, *args, **kwargs):
-        """Train, then warn if no token of the whole run carried a loss.
+        """Train, then warn if no kept token of the whole run carried a loss.
 
         Activation checkpointing of the training arguments applies to the ditch pass.
         """
@@ -265,8 +275,8 @@ class TokenSeekMixin:
             output = super().train(*args, **kwargs)
         if self._window.supervised_ever is not None and int(self._window.supervised_ever) == 0:
             warnings.warn(
-                "No token of the training data carried a loss, so nothing was learned: every label was -100. Check the "
-                "prompt masking and the maximum length.",
+                "No token that was kept carried a loss, so nothing was learned: every label was -100, or token_indices name "
+                "unsupervised positions only. Check the prompt masking, the maximum length and the token columns.",
                 stacklevel=2,
             )
         return output
@@ -314,7 +324,6 @@ class _Window:
         """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
         self._add(
             accumulation,
-            instances.n_supervised.sum(),
             kept=selection.mask.sum(),
             real=instances.n_tokens.sum(),
             supervised_kept=selection.supervised.sum(),
@@ -329,12 +338,11 @@ class _Window:
         )
         n_supervised, n_tokens = instances.n_supervised.sum(), instances.n_tokens.sum()
         full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
-        self._add(
-            accumulation, n_supervised, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss
-        )
+        self._add(accumulation, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss)
 
-    def _add(self, accumulation, n_supervised, **values):
-        self.supervised_ever = n_supervised if self.supervised_ever is None else self.supervised_ever + n_supervised
+    def _add(self, accumulation, **values):
+        kept = values["supervised_kept"]
+        self.supervised_ever = kept if self.supervised_ever is None else self.supervised_ever + kept
         self.optimizer_steps += 1 / accumulation
         for name, value in values.items():
             if value is not None:
@@ -385,7 +393,21 @@ class TokenSeekTrainer(TokenSeekMixin, Trainer):
     def __init__(
         self, model=None, args=None, data_collator=None, *rest, tokenseek: TokenSeekConfig | None = None, **kwargs
     ):
+        if isinstance(model, str):
+            raise ConfigError(
+                f"model must be a loaded model, got {model!r}. Load it with AutoModelForCausalLM.from_pretrained."
+            )
         super().__init__(model, args, data_collator, *rest, tokenseek=tokenseek, **kwargs)
         if data_collator is None:
-            pad = getattr(self.processing_class, "pad_token_id", None)
-            self.data_collator = TokenSeekCollator(pad_token_id=pad, causal=self._structure.shift)
+            self.data_collator = TokenSeekCollator(
+                pad_token_id=getattr(self.processing_class, "pad_token_id", None),
+                padding_side=getattr(self.processing_class, "padding_side", None) or "right",
+                causal=self._structure.shift,
+            )
+        elif type(data_collator).__module__.startswith("transformers."):
+            named = [n for n in TOKEN_COLUMNS if n in (getattr(self.train_dataset, "column_names", None) or ())]
+            if named:
+                raise InputError(
+                    f"The data set has a {named[0]} column, which {type(data_collator).__name__} does not pad. Use "
+                    "TokenSeekCollator, or leave data_collator out."
+                )
