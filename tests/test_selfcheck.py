@@ -135,7 +135,7 @@ def test_encoder_decoders_headless_models_and_other_losses_are_refused():
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         inspect_model(t5)
-    with pytest.raises(UnsupportedModelError, match="no head"):
+    with pytest.raises(UnsupportedModelError, match="no stack of blocks below a head"):
         inspect_model(tiny_model("llama").model)
     with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
         inspect_model(BertForSequenceClassification(tiny_model("bert").config))

@@ -115,7 +115,10 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             "Use an attention-only model."
         )
     if _find_decoder(lm) is lm:
-        raise UnsupportedModelError(f"{name} has no head. Load it with AutoModelForCausalLM or AutoModelForMaskedLM.")
+        raise UnsupportedModelError(
+            f"{name} shows no stack of blocks below a head. If it has no head, load it with AutoModelForCausalLM or "
+            "AutoModelForMaskedLM; else its structure is not supported."
+        )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
