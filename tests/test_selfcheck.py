@@ -90,7 +90,7 @@ def test_compiled_models_are_refused():
 
 
 def test_auxiliary_losses_of_routers_and_adapters_are_refused(tmp_path):
-    import peft
+    peft = pytest.importorskip("peft")
     from test_trainer import arguments, examples
     from transformers import MixtralConfig, MixtralForCausalLM
 

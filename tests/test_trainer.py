@@ -482,7 +482,7 @@ def test_token_indices_that_carry_no_loss_warn(tmp_path, kept):
 
 
 def test_columns_of_other_collators_are_left_to_them(tmp_path):
-    from datasets import Dataset
+    Dataset = pytest.importorskip("datasets").Dataset
     from transformers import DataCollatorForSeq2Seq
 
     from tokenseek_trainer.testing import tiny_tokenizer
@@ -496,8 +496,7 @@ def test_columns_of_other_collators_are_left_to_them(tmp_path):
 
 
 def test_missing_values_of_a_data_set_are_read_as_missing(tmp_path):
-    from datasets import Dataset
-
+    Dataset = pytest.importorskip("datasets").Dataset
     rows = examples((4, 9))
     rows = Dataset.from_list([{**rows[0], "token_indices": [1]}, {**rows[1], "token_indices": None}])
     with pytest.raises(InputError, match="has no token_indices, others have"):
