@@ -4,6 +4,9 @@ import torch
 from torch import nn
 
 
+MIB = 2**20
+
+
 class SavedBytes:
     """Context manager that counts the tensors which autograd saves inside it.
 

@@ -12,9 +12,9 @@ from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
 from .data import encode_rows, load_rows, sft_row
 from .errors import ConfigError
-from .memory import peak_process_bytes
+from .memory import MIB, peak_process_bytes
 from .recipe import Recipe
-from .trainer import MIB, TokenSeekTrainer
+from .trainer import TokenSeekTrainer
 
 
 SUMMARY_NAME = "run_summary.json"

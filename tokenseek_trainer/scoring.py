@@ -4,11 +4,13 @@ Letters: B batch rows, H heads, G key/value heads, q queries of a chunk, n keys,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from .config import TokenSeekConfig
 from .instances import Instances
+from .selection import random_scores
 
 
 CHUNK_ELEMENTS = 2**22  # attention probabilities held at once: 16 MiB in float32
@@ -116,3 +118,27 @@ def importance(scores: torch.Tensor, instances: Instances, config: TokenSeekConf
     top = torch.full((instances.count,), -torch.inf, dtype=scores.dtype, device=scores.device)
     top = top.scatter_reduce(0, instances.ids[real], scores[real], "amax")
     return torch.where(real, (scores - top[instances.ids.clamp(min=0)]).exp(), 0.0)
+
+
+@dataclass
+class SeekResult:
+    """What the seek pass found. None where the config's scorer does not need it.
+
+    Attributes:
+        context: (B, n), attention received (I1).
+        gradient: (B, n), gradient magnitude at the last block's input (I2), of the summed loss.
+        loss_sum: scalar, the summed cross-entropy of all supervised positions.
+    """
+
+    context: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    loss_sum: torch.Tensor | None = None
+
+    def scores(self, instances: Instances, config: TokenSeekConfig, step: int) -> torch.Tensor:
+        """(B, n) float64: scores to rank (`"topk"`), or importances to draw by (`"sample"`)."""
+        if config.scorer == "random":
+            if config.selection == "sample":
+                return torch.ones(instances.ids.shape, dtype=torch.float64, device=instances.ids.device)
+            return random_scores(instances, config.seed, step)
+        scores = combine(self.context, self.gradient, instances, config)
+        return importance(scores, instances, config) if config.selection == "sample" else scores

@@ -9,7 +9,6 @@ Letters: B batch rows, n tokens of a row, k selected ones, S positions that go t
 import contextlib
 import copy
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,38 +29,14 @@ from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
 from .patching import attention_replaced, depends_on_length, dropout_off, forward_replaced, neftune_scaled
 from .quantized import undo_cpu_packing
-from .scoring import attention_received, combine, gradient_magnitude, importance
-from .selection import TokenSelection, random_scores
-from .structure import ModelStructure, inspect_model, uses_checkpointing
+from .scoring import SeekResult, attention_received, gradient_magnitude
+from .selection import TokenSelection
+from .structure import ModelStructure, context_blocks, inspect_model, uses_checkpointing
 
 
 NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
 # Lengths of packed documents for flash attention's kernels, which read them off position_ids if they are not given.
 PACKING_HINTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-
-
-@dataclass
-class SeekResult:
-    """What the seek pass found. None where the config's scorer does not need it.
-
-    Attributes:
-        context: (B, n), attention received (I1).
-        gradient: (B, n), gradient magnitude at the last block's input (I2), of the summed loss.
-        loss_sum: scalar, the summed cross-entropy of all supervised positions.
-    """
-
-    context: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
-    loss_sum: torch.Tensor | None = None
-
-    def scores(self, instances: Instances, config: TokenSeekConfig, step: int) -> torch.Tensor:
-        """(B, n) float64: scores to rank (`"topk"`), or importances to draw by (`"sample"`)."""
-        if config.scorer == "random":
-            if config.selection == "sample":
-                return torch.ones(instances.ids.shape, dtype=torch.float64, device=instances.ids.device)
-            return random_scores(instances, config.seed, step)
-        scores = combine(self.context, self.gradient, instances, config)
-        return importance(scores, instances, config) if config.selection == "sample" else scores
 
 
 class TokenSeekSession:
@@ -394,18 +369,6 @@ class TokenSeekSession:
                 "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
                 "attention by hand."
             )
-
-
-def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
-    n = len(structure.blocks)
-    if config.context_layers == "last":
-        return {n - 1}
-    if config.context_layers == "all":
-        return set(range(n))
-    bad = [i for i in config.context_layers if not -n <= i < n]
-    if bad:
-        raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
-    return {i % n for i in config.context_layers}
 
 
 def _with_hidden(output, hidden):

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
 
 
@@ -174,3 +175,16 @@ def uses_checkpointing(model: nn.Module) -> bool:
                 "activation_checkpointing_kwargs={'use_reentrant': False}."
             )
     return bool(on)
+
+
+def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
+    """Indices of the blocks whose attention makes the context score; an index that the model has not is refused."""
+    n = len(structure.blocks)
+    if config.context_layers == "last":
+        return {n - 1}
+    if config.context_layers == "all":
+        return set(range(n))
+    bad = [i for i in config.context_layers if not -n <= i < n]
+    if bad:
+        raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
+    return {i % n for i in config.context_layers}

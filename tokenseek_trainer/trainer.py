@@ -18,17 +18,15 @@ from transformers.modeling_outputs import CausalLMOutput
 from .collator import TOKEN_COLUMNS, TokenSeekCollator
 from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
-from .instances import find_instances
 from .losses import TokenStatistics
-from .memory import SavedBytes, peak_device_bytes
 from .quantized import cpu_packing_off, undo_cpu_packing
-from .selection import TokenSelection, select, select_given
+from .selection import select, select_given
 from .selfcheck import self_check
-from .session import TokenSeekSession, context_blocks
-from .structure import inspect_model
+from .session import TokenSeekSession
+from .structure import context_blocks, inspect_model
+from .training_log import TrainingLog
 
 
-MIB = 2**20
 SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 
 
@@ -56,7 +54,7 @@ class TokenSeekMixin:
             )
         self._session: TokenSeekSession | None = None
         self._checked = False
-        self._window = _Window()
+        self._training_log = TrainingLog()
         self._refuse_other_objectives()
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
@@ -153,11 +151,13 @@ class TokenSeekMixin:
             stock = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
             if model.training and self._structure.forward_accepts("use_cache"):
                 stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
-            with self._window.counting(self.model) if model.training else contextlib.nullcontext():
+            with self._training_log.counting(self.model) if model.training else contextlib.nullcontext():
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:
                 loss = result[0] if return_outputs else result
-                self._window.add_ordinary(inputs, loss, num_items_in_batch, self._structure.shift, self._accumulation)
+                self._training_log.add_ordinary(
+                    inputs, loss, num_items_in_batch, self._structure.shift, self._accumulation
+                )
             return result
         if self._session is None:
             raise UnsupportedModelError(
@@ -190,7 +190,7 @@ class TokenSeekMixin:
             selection = select(
                 scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
             )
-        with self._window.counting(self.model) as saved:
+        with self._training_log.counting(self.model) as saved:
             loss = session.ditch(
                 inputs,
                 instances,
@@ -206,7 +206,7 @@ class TokenSeekMixin:
             n_here = instances.n_supervised.sum().clamp(min=1) * self._accumulation
             n_items = n_here if num_items_in_batch is None else num_items_in_batch
             full_loss = full_loss / n_items * self._process_scale(num_items_in_batch)
-        self._window.add(instances, selection, full_loss, self._accumulation)
+        self._training_log.add(instances, selection, full_loss, self._accumulation)
         return loss
 
     def _process_scale(self, num_items_in_batch) -> int:
@@ -270,10 +270,10 @@ class TokenSeekMixin:
 
         Activation checkpointing of the training arguments applies to the ditch pass.
         """
-        self._window = _Window()
+        self._training_log = TrainingLog()
         with cpu_packing_off(self._structure.lm):
             output = super().train(*args, **kwargs)
-        if self._window.supervised_ever is not None and int(self._window.supervised_ever) == 0:
+        if self._training_log.supervised_ever is not None and int(self._training_log.supervised_ever) == 0:
             warnings.warn(
                 "No token that was kept carried a loss, so nothing was learned: every label was -100, or token_indices name "
                 "unsupervised positions only. Check the prompt masking, the maximum length and the token columns.",
@@ -288,7 +288,7 @@ class TokenSeekMixin:
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs:
-            logs.update(self._window.flush(self.accelerator))
+            logs.update(self._training_log.flush(self.accelerator))
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
@@ -296,80 +296,6 @@ class TokenSeekMixin:
         path = os.path.join(output_dir or self.args.output_dir, CONFIG_NAME)
         with open(path, "w") as file:
             file.write(self.tokenseek.to_json())
-
-
-class _Window:
-    """Sums since the last log, kept on the device so that no step waits for them."""
-
-    def __init__(self):
-        self.supervised_ever = None
-        self._clear()
-
-    def _clear(self):
-        self.sums: dict[str, Any] = {}
-        self.optimizer_steps = 0.0
-        self.saved_bytes = None
-
-    @contextlib.contextmanager
-    def counting(self, model):
-        """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down."""
-        if self.saved_bytes is not None:
-            yield None
-            return
-        with SavedBytes(model) as saved:
-            yield saved
-        self.saved_bytes = saved.total
-
-    def add(self, instances, selection: TokenSelection, full_loss, accumulation) -> None:
-        """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
-        self._add(
-            accumulation,
-            kept=selection.mask.sum(),
-            real=instances.n_tokens.sum(),
-            supervised_kept=selection.supervised.sum(),
-            full_loss=full_loss,
-        )
-
-    def add_ordinary(self, inputs, loss, num_items_in_batch, shift, accumulation) -> None:
-        """A micro-batch of ordinary training."""
-        labels = inputs.get("shift_labels")
-        instances = find_instances(
-            inputs, inputs.get("labels") if labels is None else labels, shift and labels is None
-        )
-        n_supervised, n_tokens = instances.n_supervised.sum(), instances.n_tokens.sum()
-        full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
-        self._add(accumulation, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss)
-
-    def _add(self, accumulation, **values):
-        kept = values["supervised_kept"]
-        self.supervised_ever = kept if self.supervised_ever is None else self.supervised_ever + kept
-        self.optimizer_steps += 1 / accumulation
-        for name, value in values.items():
-            if value is not None:
-                self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def flush(self, accelerator) -> dict[str, float]:
-        """The means of the window over all processes; the window then starts anew."""
-        if not self.sums:
-            return {}
-        device, n_processes = accelerator.device, accelerator.num_processes
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in self.sums.values()])
-        sums = dict(zip(self.sums, accelerator.reduce(values, "sum").tolist(), strict=True))
-        logs = {
-            "kept_tokens": sums["kept"] / self.optimizer_steps,
-            "kept_fraction": sums["kept"] / max(sums["real"], 1),
-            "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
-        }
-        if "full_loss" in sums:
-            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps / n_processes
-        if self.saved_bytes is not None:
-            logs["saved_mib"] = self.saved_bytes / MIB
-        peak = peak_device_bytes(device)
-        if peak is not None:
-            logs["peak_memory_mib"] = peak / MIB
-            torch.cuda.reset_peak_memory_stats(device)
-        self._clear()
-        return logs
 
 
 class TokenSeekTrainer(TokenSeekMixin, Trainer):

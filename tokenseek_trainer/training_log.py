@@ -1,0 +1,84 @@
+"""What a training run logs about its tokens and its memory, summed between two logs."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .instances import find_instances
+from .memory import MIB, SavedBytes, peak_device_bytes
+from .selection import TokenSelection
+
+
+class TrainingLog:
+    """Sums since the last log (the window), kept on the device so that no step waits for them."""
+
+    def __init__(self):
+        self.supervised_ever = None
+        self._clear()
+
+    def _clear(self):
+        self.sums: dict[str, Any] = {}
+        self.optimizer_steps = 0.0
+        self.saved_bytes = None
+
+    @contextlib.contextmanager
+    def counting(self, model):
+        """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down."""
+        if self.saved_bytes is not None:
+            yield None
+            return
+        with SavedBytes(model) as saved:
+            yield saved
+        self.saved_bytes = saved.total
+
+    def add(self, instances, selection: TokenSelection, full_loss, accumulation) -> None:
+        """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
+        self._add(
+            accumulation,
+            kept=selection.mask.sum(),
+            real=instances.n_tokens.sum(),
+            supervised_kept=selection.supervised.sum(),
+            full_loss=full_loss,
+        )
+
+    def add_ordinary(self, inputs, loss, num_items_in_batch, shift, accumulation) -> None:
+        """A micro-batch of ordinary training."""
+        labels = inputs.get("shift_labels")
+        instances = find_instances(
+            inputs, inputs.get("labels") if labels is None else labels, shift and labels is None
+        )
+        n_supervised, n_tokens = instances.n_supervised.sum(), instances.n_tokens.sum()
+        full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
+        self._add(accumulation, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss)
+
+    def _add(self, accumulation, **values):
+        kept = values["supervised_kept"]
+        self.supervised_ever = kept if self.supervised_ever is None else self.supervised_ever + kept
+        self.optimizer_steps += 1 / accumulation
+        for name, value in values.items():
+            if value is not None:
+                self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def flush(self, accelerator) -> dict[str, float]:
+        """The means of the window over all processes; the window then starts anew."""
+        if not self.sums:
+            return {}
+        device, n_processes = accelerator.device, accelerator.num_processes
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in self.sums.values()])
+        sums = dict(zip(self.sums, accelerator.reduce(values, "sum").tolist(), strict=True))
+        logs = {
+            "kept_tokens": sums["kept"] / self.optimizer_steps,
+            "kept_fraction": sums["kept"] / max(sums["real"], 1),
+            "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
+        }
+        if "full_loss" in sums:
+            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps / n_processes
+        if self.saved_bytes is not None:
+            logs["saved_mib"] = self.saved_bytes / MIB
+        peak = peak_device_bytes(device)
+        if peak is not None:
+            logs["peak_memory_mib"] = peak / MIB
+            torch.cuda.reset_peak_memory_stats(device)
+        self._clear()
+        return logs
