@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tokenseek_trainer import losses
-from tokenseek_trainer.losses import losses_and_gradient, token_losses, weighted_loss
+from tokenseek_trainer.losses import TokenStatistics, losses_and_gradient, token_losses, weighted_loss
 
 
 VOCAB, WIDTH = 11, 6
@@ -188,3 +188,18 @@ def test_no_positions_give_a_zero_loss_that_can_be_differentiated():
     assert head.linear.weight.grad.abs().sum() == 0
     found, gradient = losses_and_gradient(head, hidden.detach(), targets, VOCAB)
     assert (found.shape, gradient.shape) == ((0,), (0, WIDTH))
+
+
+@pytest.mark.parametrize("chunk", [3 * VOCAB, 1000 * VOCAB])
+def test_statistics_count_every_position_once_also_if_its_chunk_is_recomputed(chunk, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk)
+    head, hidden, targets, weights = problem(10)
+    statistics = TokenStatistics()
+    weighted_loss(head, hidden.requires_grad_(), targets, weights, VOCAB, statistics=statistics).backward()
+    with torch.no_grad():
+        probabilities = head(hidden[None])[0].softmax(-1)
+    entropy = -sum(p * p.log() for row in probabilities for p in row)
+    right = sum(int(row.argmax() == target) for row, target in zip(probabilities, targets, strict=True))
+    assert statistics.n_positions == 10
+    assert statistics.n_correct == right
+    assert abs(statistics.entropy_sum - entropy) < 1e-9 * entropy

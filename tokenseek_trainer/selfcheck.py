@@ -35,7 +35,6 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
         session.seek(inputs, instances, scoring=False)
     with _watching(session, lambda hidden: hidden) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
         session.ditch(inputs, instances, selection)
-    torch.clear_autocast_cache()
     if any(hidden.shape[:2] != selection.mask.shape for hidden in ditched):
         raise SelfCheckError(f"The {session.structure.model_type!r} model changes the number of tokens. {ADVICE}")
     ordinary, ditched = ([hidden[selection.mask] for hidden in seen] for seen in (ordinary, ditched))

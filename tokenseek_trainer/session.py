@@ -130,7 +130,6 @@ class TokenSeekSession:
                 stack.callback(hook.remove)
             self.model(**self._inputs(inputs, instances))
             self._leaf = None
-        torch.clear_autocast_cache()  # weights that were cast without grad must not serve the ditch pass
         self._check_all_recorded()
         if self._score_context:
             self._found.context = torch.stack(self._context_parts).mean(0)

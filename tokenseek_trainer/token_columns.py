@@ -1,7 +1,5 @@
 """Score a data set once, ahead of training: adds a `token_scores` or `token_indices` column."""
 
-import torch
-
 from .collator import TokenSeekCollator
 from .config import TokenSeekConfig
 from .selection import select
@@ -46,5 +44,4 @@ def add_token_columns(
                 columns = [row[mask].tolist() for row, mask in zip(chosen.indices, chosen.mask, strict=True)]
             scored += [{**example, column: values} for example, values in zip(part, columns, strict=True)]
             session.records.clear()
-            torch.clear_autocast_cache()
     return scored
