@@ -42,6 +42,7 @@ def test_the_papers_suite_runs_on_the_shipped_samples(paper_result):
     assert tasks["mmlu"]["questions"] == 2 * 57  # a limit counts per subject
     assert tasks["winogrande"]["questions"] == 2
     assert all(0 <= entry["value"] <= 100 and entry["version"] is not None for entry in tasks.values())
+    assert all(entry["stderr"] is not None for entry in tasks.values())
     assert paper_result["average"] == pytest.approx(sum(e["value"] for e in tasks.values()) / 5)
     assert paper_result["limited"] and paper_result["limit"] == 2
     assert {"versions", "commit", "hardware", "seconds", "dtype", "device", "seed"} <= set(paper_result)
@@ -65,7 +66,10 @@ def test_a_score_is_the_one_that_the_likelihoods_give(checkpoint):
     result = evaluate(model, tokenizer, "winogrande:0", data=SAMPLES)
     assert not result["limited"]
     assert result["tasks"]["winogrande"]["questions"] == len(rows)
-    assert result["tasks"]["winogrande"]["value"] == pytest.approx(100 * right / len(rows))
+    share = right / len(rows)
+    assert result["tasks"]["winogrande"]["value"] == pytest.approx(100 * share)
+    expected = 100 * (share * (1 - share) / (len(rows) - 1)) ** 0.5
+    assert result["tasks"]["winogrande"]["stderr"] == pytest.approx(expected)
 
 
 def test_the_model_comes_back_in_its_mode(checkpoint):

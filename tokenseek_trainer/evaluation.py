@@ -100,7 +100,6 @@ def evaluate(
                 torch_random_seed=seed,
                 fewshot_random_seed=seed,
                 log_samples=False,
-                bootstrap_iters=0,
             )
     finally:
         model.train(was_training)
