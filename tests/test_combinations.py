@@ -57,7 +57,7 @@ TESTED = {
     "eager attention": Case(attention="eager"),
     "label smoothing": Case({"label_smoothing_factor": 0.1}),
     "8-bit AdamW": Case({"optim": "adamw_bnb_8bit"}),
-    "paged AdamW": Case({"optim": "paged_adamw_32bit"}),
+    "paged AdamW (bitsandbytes does not page on a CPU)": Case({"optim": "paged_adamw_32bit"}),
     "GaLore": Case({"optim": "galore_adamw", **GALORE}, tolerance=1e-3),
     "GaLore, layer by layer": Case({"optim": "galore_adamw_layerwise", **GALORE}, tolerance=1e-3),
     "LOMO": Case({"optim": "lomo"}),
