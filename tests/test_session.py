@@ -1,6 +1,7 @@
 """The ditch pass against the detach oracle, and the session's promise to leave no trace."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -289,6 +290,22 @@ def test_keys_and_values_are_never_repeated_and_queries_of_fused_projections_are
             for tensor in session.recorded():
                 assert tensor.shape == (2, groups, 12, 8)
                 assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_masks_of_the_seek_pass_are_gone_before_the_ditch_pass(implementation):
+    model, n = tiny_model("mistral"), 97
+    model.set_attn_implementation(implementation)
+    data = ragged_batch((n, 50))
+
+    def square():
+        gc.collect()
+        return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape[-2:] == (n, n)]
+
+    assert not square()
+    with TokenSeekSession(model, settings(0.3)) as session:
+        session.seek(data, session.instances(data))
+        assert not square()
 
 
 def test_kv_store_on_the_cpu_gives_the_same_result():

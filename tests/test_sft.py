@@ -160,6 +160,15 @@ def test_evaluation_is_the_stock_one(tmp_path):
         assert ours[key] == pytest.approx(stock[key], rel=1e-6), key
 
 
+def test_an_evaluation_in_mid_training_does_not_change_the_next_step(tmp_path):
+    held_out = Dataset.from_list(DATA["prompt_completion"][:3])
+    _, without = trained(tmp_path, TokenSeekConfig(ratio=0.4), max_steps=3)
+    _, evaluated = trained(
+        tmp_path, TokenSeekConfig(ratio=0.4), max_steps=3, eval_dataset=held_out, eval_strategy="steps", eval_steps=1
+    )
+    assert relative_error(evaluated, without) == 0
+
+
 def test_activation_checkpointing_stays_on_and_changes_nothing(tmp_path):
     on, a = trained(tmp_path, TokenSeekConfig(ratio=0.4))
     off, b = trained(tmp_path, TokenSeekConfig(ratio=0.4), gradient_checkpointing=False)

@@ -134,6 +134,7 @@ class TokenSeekSession:
         if self._score_context:
             self._found.context = torch.stack(self._context_parts).mean(0)
         self._mode = None
+        self._rule_of_mask.clear()  # it holds the (n, n) masks of the seek pass
         return self._found
 
     def ditch(

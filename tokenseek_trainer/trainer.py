@@ -122,7 +122,7 @@ class TokenSeekMixin:
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
         """The stock step inside a session, which stays open until the backward is over."""
         if self._keeps_all(inputs):
-            undo_cpu_packing(self._structure.lm)
+            undo_cpu_packing(self.model)
             return super().training_step(model, inputs, *args, **kwargs)
         with self._open_session(model) as self._session:
             try:
@@ -271,7 +271,7 @@ class TokenSeekMixin:
         Activation checkpointing of the training arguments applies to the ditch pass.
         """
         self._training_log = TrainingLog()
-        with cpu_packing_off(self._structure.lm):
+        with cpu_packing_off(self.model):
             output = super().train(*args, **kwargs)
         if self._training_log.supervised_ever is not None and int(self._training_log.supervised_ever) == 0:
             warnings.warn(
@@ -283,7 +283,7 @@ class TokenSeekMixin:
 
     def evaluation_loop(self, *args, **kwargs):
         """The stock loop; 4-bit weights on a CPU stay as training needs them."""
-        with cpu_packing_off(self._structure.lm):
+        with cpu_packing_off(self.model):
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
