@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        options.run(options, rest)
+        return options.run(options, rest) or 0
     except (TokenSeekError, OSError) as error:
         if options.debug:
             raise
@@ -34,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tokenseek: interrupted. `--resume` goes on from the last checkpoint.", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,6 +81,28 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--chat-template", action="store_true", help="ask through the model's chat template")
     evaluate.add_argument("-o", "--output", help="default: CHECKPOINT/eval_SUITE.json")
     evaluate.set_defaults(run=_evaluate)
+
+    sweep = commands.add_parser(
+        "sweep",
+        help="run a grid of settings of a recipe",
+        allow_abbrev=False,
+        description="Run a recipe once per combination: a setting with commas (--ratio 0.1,0.2) is an axis. Finished cells are "
+        "skipped, so a stopped sweep goes on where it was. Writes table.md, sweep.json and plots into the output folder.",
+    )
+    sweep.add_argument("recipe")
+    sweep.add_argument("-o", "--output", help="folder of the sweep (default: runs/sweep-RECIPE)")
+    sweep.add_argument("--seeds", help="comma-separated seeds of training and selection, e.g. 0,1,2")
+    sweep.add_argument(
+        "--case",
+        action="append",
+        metavar="NAME=SETTINGS",
+        help="a named point that sets several keys, e.g. --case 'random=--scorer random --selection topk'; can be repeated",
+    )
+    sweep.add_argument("--suite", help="also evaluate every trained model: paper, quick, or TASK[:SHOTS],...")
+    sweep.add_argument("--limit", type=int, help="questions per task of the evaluation")
+    sweep.add_argument("--data", dest="eval_data", help="folder with local copies of the evaluation data")
+    sweep.add_argument("--keep-models", action="store_true", help="keep every trained model")
+    sweep.set_defaults(run=_sweep)
 
     report = commands.add_parser(
         "report", help="make a table of several results of `tokenseek eval`", allow_abbrev=False
@@ -146,6 +167,32 @@ def _evaluate(options, rest) -> None:
         print(f"{task:16} {entry['metric']:9} {entry['value']:6.2f}{error}  ({entry['questions']} questions)")
     limited = "  (limited: not a result)" if result["limited"] else ""
     print(f"{'average':26} {result['average']:6.2f}{limited}\nsaved to {output}")
+
+
+def _sweep(options, rest) -> int:
+    from .sweep import grid, sweep
+
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(",")] if options.seeds else None
+    except ValueError:
+        raise ConfigError(f"--seeds must be integers separated by commas, such as 0,1,2; got {options.seeds!r}.") from None
+    cases = dict(case.partition("=")[::2] for case in options.case or ())
+    evaluation = [*(("--limit", str(options.limit)) if options.limit else ())]
+    evaluation += ["--data", options.eval_data] if options.eval_data else []
+    folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
+    failed = sweep(
+        options.recipe,
+        grid(rest, seeds, cases),
+        folder,
+        suite=options.suite,
+        evaluation=tuple(evaluation),
+        keep_models=options.keep_models,
+    )
+    if (folder / "table.md").is_file():
+        print((folder / "table.md").read_text(encoding="utf-8"))
+    if not (folder / "loss.svg").is_file():
+        print("No plots: they need matplotlib (pip install 'tokenseek-trainer[sweep]') and a finished cell.")
+    return 1 if failed else 0
 
 
 def _report(options, rest) -> None:

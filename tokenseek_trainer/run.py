@@ -1,6 +1,7 @@
 """One training run, from a recipe to a checkpoint that plain transformers loads."""
 
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
-    after = trainer.evaluate()["eval_loss"] if evaluates else None
+    after = _last_held_out_loss(trainer) if evaluates else None
     trainer.save_model()
+    trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
 
 
@@ -140,11 +142,20 @@ def _last_checkpoint(output_dir: str) -> str:
     return checkpoint
 
 
+def _last_held_out_loss(trainer) -> float:
+    """Of the trained model: from the last evaluation in training if that came after the last step."""
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
+            return entry["eval_loss"]
+    return trainer.evaluate()["eval_loss"]
+
+
 def _write_summary(trainer, recipe, before, after, seconds) -> dict:
     logs = [entry for entry in trainer.state.log_history if "kept_fraction" in entry]
     tokens = sum(entry["kept_tokens"] / max(entry["kept_fraction"], 1e-12) for entry in logs)
     tokens *= trainer.state.global_step / max(len(logs), 1)
     peaks = [entry["peak_memory_mib"] for entry in logs if "peak_memory_mib" in entry]
+    timed = [entry["step_seconds"] for entry in logs if "step_seconds" in entry]
     summary = {
         "model": recipe.model.name,
         "train_rows": len(trainer.train_dataset),
@@ -152,6 +163,7 @@ def _write_summary(trainer, recipe, before, after, seconds) -> dict:
         "held_out_loss_before": before,
         "held_out_loss_after": after,
         "seconds": round(seconds, 1),
+        "seconds_per_step": round(statistics.median(timed), 4) if timed else None,
         "tokens_per_second": round(tokens / seconds, 1),
         "kept_fraction": logs[-1]["kept_fraction"] if logs else None,
         "saved_mib": max((entry["saved_mib"] for entry in logs if "saved_mib" in entry), default=None),

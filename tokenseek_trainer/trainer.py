@@ -24,7 +24,7 @@ from .selection import select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
 from .structure import context_blocks, inspect_model
-from .training_log import TrainingLog
+from .training_log import StepClock, TrainingLog
 
 
 SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
@@ -42,6 +42,7 @@ class TokenSeekMixin:
         kept_fraction: kept tokens / real tokens.
         saved_mib: MiB that this process keeps for the backward of one micro-batch: by autograd, and the recorded keys and
             values.
+        step_seconds: seconds of one optimizer step, without evaluation and saving.
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
     """
 
@@ -60,6 +61,7 @@ class TokenSeekMixin:
         if isinstance(model, nn.Module):
             inspect_model(model)  # refused before the Trainer moves it to a device
         super().__init__(*args, **kwargs)
+        self.add_callback(StepClock(lambda seconds: self._training_log.add_time(seconds)))
         self._structure = inspect_model(self.model)
         context_blocks(self.tokenseek, self._structure)  # refuses blocks that the model has not
         self._refuse_combinations()

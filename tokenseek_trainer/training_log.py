@@ -1,9 +1,11 @@
 """What a training run logs about its tokens and its memory, summed between two logs."""
 
 import contextlib
+import time
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from .instances import find_instances
 from .memory import MIB, SavedBytes, peak_device_bytes
@@ -21,6 +23,12 @@ class TrainingLog:
         self.sums: dict[str, Any] = {}
         self.optimizer_steps = 0.0
         self.saved_bytes = None
+        self.seconds, self.timed_steps = 0.0, 0
+
+    def add_time(self, seconds: float) -> None:
+        """One optimizer step took this long, without evaluation, saving and logging."""
+        self.seconds += seconds
+        self.timed_steps += 1
 
     @contextlib.contextmanager
     def counting(self, model):
@@ -74,6 +82,8 @@ class TrainingLog:
         }
         if "full_loss" in sums:
             logs["full_loss"] = sums["full_loss"] / self.optimizer_steps / n_processes
+        if self.timed_steps:
+            logs["step_seconds"] = self.seconds / self.timed_steps
         if self.saved_bytes is not None:
             logs["saved_mib"] = self.saved_bytes / MIB
         peak = peak_device_bytes(device)
@@ -82,3 +92,17 @@ class TrainingLog:
             torch.cuda.reset_peak_memory_stats(device)
         self._clear()
         return logs
+
+
+class StepClock(TrainerCallback):
+    """Times optimizer steps, from the first micro-batch to the end of the optimizer's work."""
+
+    def __init__(self, add_time):
+        self._add_time = add_time
+        self._start = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._add_time(time.perf_counter() - self._start)
