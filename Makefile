@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e ".[dev,gguf,sft,qlora,eval]"
+	$(BIN)/pip install --quiet -e ".[dev,all]"
 	touch $@
 
 test: env

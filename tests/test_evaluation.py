@@ -5,10 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainingArguments
+from workspace import make_workspace
 
+from tokenseek_trainer import TokenSeekTrainer
 from tokenseek_trainer.cli import main
 from tokenseek_trainer.errors import ConfigError, InputError
-from tokenseek_trainer.evaluation import SUITES, evaluate, load_checkpoint, parse_suite, report, save_result
+from tokenseek_trainer.evaluation import (
+    SUITES,
+    EvaluationCallback,
+    evaluate,
+    load_checkpoint,
+    parse_suite,
+    report,
+    save_result,
+)
 from tokenseek_trainer.testing import tiny_model, tiny_tokenizer
 
 
@@ -187,3 +198,56 @@ def test_a_report_reads_results_only(tmp_path):
     other.write_text("{}")
     with pytest.raises(InputError, match="not a result of `tokenseek eval`"):
         report([other])
+
+
+# In training.
+
+
+def dropout_trainer(folder, tokenizer, **settings):
+    model = tiny_model("llama", dtype=torch.float32, pad_token_id=0, eos_token_id=2, attention_dropout=0.5)
+    rows = [{"input_ids": [7 + i, 8, 9, 10 + i, 11], "labels": [-100, 8, 9, 10 + i, 11]} for i in range(8)]
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, **settings,
+    )  # fmt: skip
+    return TokenSeekTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+def test_evaluation_in_training_is_logged_and_saved_and_changes_nothing(tmp_path):
+    tokenizer = tiny_tokenizer()
+    plain = dropout_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    trainer = dropout_trainer(tmp_path / "evaluated", tokenizer)
+    trainer.add_callback(EvaluationCallback(trainer, "winogrande:0", every=2, limit=3, data=SAMPLES))
+    trainer.train()
+    logged = {e["step"]: e["lm_eval/average"] for e in trainer.state.log_history if "lm_eval/average" in e}
+    assert set(logged) == {2, 4}
+    for step, average in logged.items():
+        saved = json.loads((tmp_path / "evaluated" / f"eval_winogrande_0_step_{step}.json").read_text())
+        assert saved["step"] == step and saved["average"] == average and saved["limited"]
+    direct = evaluate(trainer.model, tokenizer, "winogrande:0", limit=3, data=SAMPLES)
+    assert direct["average"] == logged[4]
+    for name, weight in plain.model.state_dict().items():  # dropout drew the same numbers with and without evaluation
+        assert torch.equal(weight, trainer.model.state_dict()[name])
+
+
+def test_a_recipe_evaluates_at_the_end(tmp_path, capsys):
+    workspace = make_workspace(tmp_path)
+    settings = ["--suite", "winogrande:0", "--limit", "2", "--evaluation.data", str(SAMPLES)]
+    assert main(["train", str(workspace / "recipe.yaml"), *settings]) == 0
+    found = sorted(path.name for path in (workspace / "out").glob("eval_*.json"))
+    assert found == ["eval_winogrande_0_step_4.json"]
+
+
+def test_a_callback_that_cannot_work_is_refused_before_training(tmp_path):
+    trainer = dropout_trainer(tmp_path, None)
+    with pytest.raises(ConfigError, match="processing_class=tokenizer"):
+        EvaluationCallback(trainer)
+    trainer.processing_class = tiny_tokenizer()
+    with pytest.raises(ConfigError, match="every must be an integer >= 1"):
+        EvaluationCallback(trainer, every=0)
+    with pytest.raises(ConfigError, match="--suite must be"):
+        EvaluationCallback(trainer, "")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ConfigError, match="whole copy of the model"):
+        EvaluationCallback(trainer)

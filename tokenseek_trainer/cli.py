@@ -175,7 +175,9 @@ def _sweep(options, rest) -> int:
     try:
         seeds = [int(seed) for seed in options.seeds.split(",")] if options.seeds else None
     except ValueError:
-        raise ConfigError(f"--seeds must be integers separated by commas, such as 0,1,2; got {options.seeds!r}.") from None
+        raise ConfigError(
+            f"--seeds must be integers separated by commas, such as 0,1,2; got {options.seeds!r}."
+        ) from None
     cases = dict(case.partition("=")[::2] for case in options.case or ())
     evaluation = [*(("--limit", str(options.limit)) if options.limit else ())]
     evaluation += ["--data", options.eval_data] if options.eval_data else []

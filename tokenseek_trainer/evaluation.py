@@ -8,14 +8,19 @@ import contextlib
 import functools
 import json
 import os
+import random
+import re
 import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import TrainerCallback
 
 from .errors import ConfigError, InputError, closest
 from .provenance import provenance
+from .quantized import cpu_packing_off
 
 
 # Tasks and shots. "paper" is what TokenSeek reports, with its average; "quick" needs a fraction of the time.
@@ -87,7 +92,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _same_random_numbers_after(), cpu_packing_off(model):
             names = write_tasks(tasks, Path(folder), data)
             result = lm_eval.simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
@@ -121,6 +126,77 @@ def evaluate(
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
     }
+
+
+@contextlib.contextmanager
+def _same_random_numbers_after():
+    """The harness seeds the global generators; a training run around it goes on with its own numbers."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(enabled=True):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+class EvaluationCallback(TrainerCallback):
+    """Runs `evaluate` in training: every so many steps and at the end.
+
+    ```python
+    trainer.add_callback(EvaluationCallback(trainer, suite="quick", limit=100, every=500))
+    ```
+
+    Every run is saved as `eval_SUITE_step_N.json` in the trainer's output folder, and its scores are logged as
+    `lm_eval/TASK` and `lm_eval/average`. With several processes the first one evaluates while the others wait.
+
+    Args:
+        trainer: a transformers Trainer with a processing_class (its tokenizer).
+        every: optimizer steps between evaluations; None: at the end of training only.
+        Everything else: as for `evaluate`.
+
+    Raises:
+        ConfigError: the suite is unknown, the trainer has no tokenizer, or its model is split over processes (evaluate the
+            saved checkpoint instead).
+    """
+
+    def __init__(self, trainer, suite: str = "quick", *, every: int | None = None, **settings):
+        parse_suite(suite)
+        if trainer.processing_class is None:
+            raise ConfigError(
+                "EvaluationCallback needs the tokenizer: build the trainer with processing_class=tokenizer."
+            )
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ConfigError(
+                "EvaluationCallback needs a whole copy of the model on one process, and this run splits it. Save a checkpoint "
+                "and run `tokenseek eval` on it."
+            )
+        if every is not None and every < 1:
+            raise ConfigError(f"every must be an integer >= 1, or None for the end of training only; got {every}.")
+        self.trainer, self.suite, self.every, self.settings = trainer, suite, every, settings
+        self.last_step = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.every is not None and state.global_step % self.every == 0:
+            self._run(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.last_step != state.global_step:
+            self._run(args, state)
+
+    def _run(self, args, state):
+        self.last_step = state.global_step
+        if state.is_world_process_zero:
+            model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+            result = evaluate(model, self.trainer.processing_class, self.suite, **self.settings)
+            name = re.sub(r"\W+", "_", self.suite)
+            save_result(
+                {**result, "step": state.global_step},
+                Path(args.output_dir) / f"eval_{name}_step_{state.global_step}.json",
+            )
+            scores = {f"lm_eval/{task}": entry["value"] for task, entry in result["tasks"].items()}
+            self.trainer.log({**scores, "lm_eval/average": result["average"]})
+        self.trainer.accelerator.wait_for_everyone()
 
 
 def _entry(task: str, name: str, result: dict) -> dict:

@@ -83,6 +83,27 @@ class DataSettings:
                 raise ConfigError(f"data.{name} must be an integer >= 1, or null for no limit; got {value}.")
 
 
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Benchmarks that a run is scored on (extra `eval`). An empty section: none.
+
+    Args:
+        suite: paper, quick, or TASK[:SHOTS],...
+        every: optimizer steps between evaluations. None: at the end of training only.
+        limit: questions per task. None: all; a limited result is marked as such.
+        data: folder with local copies of the data, relative to the recipe or to the working directory. None: the hub.
+        batch_size: sequences scored at once.
+        chat_template: ask through the model's chat template.
+    """
+
+    suite: str = ""
+    every: int | None = None
+    limit: int | None = None
+    data: str | None = None
+    batch_size: int = 8
+    chat_template: bool = False
+
+
 TRAINERS = ("trainer", "sft")
 # Settings of optional packages have no class here: their own classes check them when the run is built.
 SECTIONS = {
@@ -92,6 +113,7 @@ SECTIONS = {
     "training": TrainingArguments,
     "peft": None,
     "quantization": None,
+    "evaluation": EvaluationSettings,
 }
 
 
@@ -103,6 +125,7 @@ class Recipe:
         training: keyword arguments of `transformers.TrainingArguments`, or of `trl.SFTConfig` with `trainer="sft"`.
         peft: `method` ("lora", "dora" or "loha") and keyword arguments of its PEFT config. Empty: full fine-tuning.
         quantization: keyword arguments of `transformers.BitsAndBytesConfig`. Empty: none.
+        evaluation: benchmarks that the run is scored on.
         trainer: "trainer" (TokenSeekTrainer), or "sft" (TokenSeekSFTTrainer, which also takes conversations).
         path: the file it was read from, None if it was built in code.
     """
@@ -113,15 +136,16 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
     peft: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     trainer: str = "trainer"
     path: Path | None = None
 
     def resolve(self, source: str | None) -> str | None:
-        """A data path as seen from the recipe's folder if it is there, else unchanged."""
+        """A path as seen from the recipe's folder if it is there, else unchanged."""
         if source is None or self.path is None:
             return source
         beside = self.path.parent / source
-        return str(beside) if beside.is_file() else source
+        return str(beside) if beside.exists() else source
 
     def to_dict(self) -> dict:
         return {
@@ -131,6 +155,7 @@ class Recipe:
             "training": self.training,
             "peft": self.peft,
             "quantization": self.quantization,
+            "evaluation": dataclasses.asdict(self.evaluation),
             "trainer": self.trainer,
         }
 
@@ -197,6 +222,7 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         training=settings["training"],
         peft=settings["peft"],
         quantization=settings["quantization"],
+        evaluation=EvaluationSettings(**settings["evaluation"]),
         trainer=settings["trainer"],
         path=path,
     )

@@ -13,6 +13,7 @@ from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
 from .data import encode_rows, load_rows, sft_row
 from .errors import ConfigError
+from .evaluation import EvaluationCallback
 from .memory import MIB, peak_process_bytes
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
@@ -69,6 +70,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     adapter = adapter_config(recipe)
     build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer = build(recipe, adapter)
+    _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate()["eval_loss"] if evaluates else None
     start = time.perf_counter()
@@ -78,6 +80,23 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
+
+
+def _add_benchmarks(trainer, recipe: Recipe) -> None:
+    settings = recipe.evaluation
+    if settings.suite:
+        trainer.add_callback(
+            EvaluationCallback(
+                trainer,
+                settings.suite,
+                every=settings.every,
+                limit=settings.limit,
+                data=recipe.resolve(settings.data),
+                batch_size=settings.batch_size,
+                apply_chat_template=settings.chat_template,
+                identity=trainer.args.output_dir,
+            )
+        )
 
 
 def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:

@@ -163,7 +163,9 @@ def _run_cell(recipe, cell: Cell, plan: dict, folder: Path, keep_models: bool) -
     folder.mkdir(parents=True, exist_ok=True)
     commands = [["train", str(recipe), *cell.settings, "--output_dir", str(run)]]
     if plan["suite"] is not None:
-        commands.append(["eval", str(run), "--suite", plan["suite"], *plan["evaluation"], "-o", str(run / "eval.json")])
+        commands.append(
+            ["eval", str(run), "--suite", plan["suite"], *plan["evaluation"], "-o", str(run / "eval.json")]
+        )
     with open(folder / LOG_NAME, "w", encoding="utf-8") as log:
         for command in commands:
             process = subprocess.Popen(
@@ -177,16 +179,17 @@ def _run_cell(recipe, cell: Cell, plan: dict, folder: Path, keep_models: bool) -
                 raise
             if code:
                 log.flush()
-                return _last_line(folder / LOG_NAME) or f"exit code {code}"
+                return _last_words(folder / LOG_NAME) or f"exit code {code}"
     save_result(_record(cell, plan, run), folder / CELL_NAME)
     if not keep_models:
         shutil.rmtree(run)
     return None
 
 
-def _last_line(path: Path) -> str:
+def _last_words(path: Path) -> str:
+    """The command's own message, or whatever it said last."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line for line in reversed(lines) if line.startswith("tokenseek: ")), lines[-1] if lines else "")
 
 
 def _record(cell: Cell, plan: dict, run: Path) -> dict:
@@ -214,7 +217,11 @@ def _record(cell: Cell, plan: dict, run: Path) -> dict:
 
 def write_report(folder: Path, cell_folders: list[Path]) -> None:
     """Write table.md, sweep.json and, with matplotlib installed, loss.svg and memory.svg."""
-    records = [json.loads((path / CELL_NAME).read_text(encoding="utf-8")) for path in cell_folders if (path / CELL_NAME).is_file()]
+    records = [
+        json.loads((path / CELL_NAME).read_text(encoding="utf-8"))
+        for path in cell_folders
+        if (path / CELL_NAME).is_file()
+    ]
     if not records:
         return
     save_result({"benchmark": "sweep", "cells": records, **provenance()}, folder / "sweep.json")
@@ -246,7 +253,13 @@ def table(records: list[dict]) -> str:
     ]
     evaluated = [record["evaluation"] for record in records if "evaluation" in record]
     for task in evaluated[0]["tasks"] if evaluated else ():
-        columns.append((f"{task} %", lambda r, task=task: r.get("evaluation", {"tasks": {}})["tasks"].get(task, {}).get("value"), 2))
+        columns.append(
+            (
+                f"{task} %",
+                lambda r, task=task: r.get("evaluation", {"tasks": {}})["tasks"].get(task, {}).get("value"),
+                2,
+            )
+        )
     if evaluated:
         columns.append(("average %", lambda r: r.get("evaluation", {}).get("average"), 2))
     columns = [column for column in columns if any(column[1](record) is not None for record in records)]
@@ -281,7 +294,9 @@ def plots(records: list[dict], folder: Path) -> bool:
         return False
     _plot(Figure, folder / "loss.svg", "optimizer step", "held-out loss", lambda axes: _draw_curves(axes, records))
     score = "average score, %" if any("evaluation" in record for record in records) else "held-out loss"
-    _plot(Figure, folder / "memory.svg", "saved for the backward, MiB", score, lambda axes: _draw_memory(axes, records))
+    _plot(
+        Figure, folder / "memory.svg", "saved for the backward, MiB", score, lambda axes: _draw_memory(axes, records)
+    )
     return True
 
 
