@@ -33,12 +33,13 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
         return None
     with _watching(session, selection.gather) as ordinary:
         session.seek(inputs, instances, scoring=False)
+    dtypes = {tensor.dtype for tensor in session.recorded()}
     with _watching(session, lambda hidden: hidden) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
         session.ditch(inputs, instances, selection)
     if any(hidden.shape[:2] != selection.mask.shape for hidden in ditched):
         raise SelfCheckError(f"The {session.structure.model_type!r} model changes the number of tokens. {ADVICE}")
     ordinary, ditched = ([hidden[selection.mask] for hidden in seen] for seen in (ordinary, ditched))
-    dtypes = {hidden.dtype for hidden in ordinary} | {tensor.dtype for tensor in session.recorded()}
+    dtypes |= {hidden.dtype for hidden in ordinary}
     if session.implementation == "eager":
         dtypes.add(
             torch.float32

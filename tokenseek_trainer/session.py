@@ -75,7 +75,7 @@ class TokenSeekSession:
 
     def __enter__(self) -> "TokenSeekSession":
         lm, decoder, outer = self.structure.lm, self.structure.decoder, self.structure.outer
-        uses_checkpointing(lm)
+        self._uses = 2 if uses_checkpointing(lm) else 1
         undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
             self.implementation = stack.enter_context(
@@ -171,7 +171,7 @@ class TokenSeekSession:
             return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
-        """The keys and values that the last seek left, (B, G, n, D) each."""
+        """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them."""
         return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
 
     # ---- what the model calls ----
@@ -303,6 +303,11 @@ class TokenSeekSession:
                 "interface, so the rows of the selected tokens are not known."
             )
         record = self.records[module]
+        record.uses += 1
+        if (
+            record.uses == self._uses
+        ):  # then only autograd holds it, and frees it when the backward has passed the block
+            del self.records[module]
         key = self._positions.splice(key, record.key)
         value = self._positions.splice(value, record.value)
         return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
