@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--method", help="full, lora, loha or qlora (default: full, or the recipe's)")
     estimate.add_argument("--optim", help="optimizer, as TrainingArguments name it (default: adamw_torch_fused)")
     estimate.add_argument("--dtype", help="of the weights: bf16, fp16 or fp32 (default: bf16)")
+    estimate.add_argument("--autocast", action="store_true", default=None, help="bfloat16 autocast (bf16: true)")
     estimate.add_argument("--gpu-memory", help="e.g. 24GiB: also say what fits")
     estimate.set_defaults(run=_estimate)
 
@@ -203,7 +204,7 @@ def _estimate(options, rest) -> None:
         "batch": options.batch,
         "method": options.method,
         "optim": options.optim,
-        "dtype": options.dtype,
+        "dtype": options.dtype, "autocast": options.autocast,
     }
     plan = dataclasses.replace(plan, **{k: v for k, v in changes.items() if v is not None})
     method = {k: v for k, v in {"ratio": options.ratio, "scorer": options.scorer}.items() if v is not None}

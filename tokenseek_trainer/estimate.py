@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
+from . import session
 from .adapters import peft_config
 from .config import TokenSeekConfig
 from .errors import ConfigError, closest
 from .instances import Instances
+from .losses import chunk_size
 from .memory import LiveTensors, SavedBytes
 from .selection import TokenSelection
-from .session import TokenSeekSession
 from .structure import inspect_model
 
 
@@ -110,6 +111,7 @@ def estimate(
     dtype: str = "bf16",
     optim: str = "adamw_torch_fused",
     checkpointing: bool = False,
+    autocast: bool = False,
     adapter: dict | None = None,
 ) -> MemoryEstimate:
     """The memory of one training step with every row full and every position supervised.
@@ -123,6 +125,7 @@ def estimate(
         dtype: of the weights: bf16, fp16 or fp32.
         optim: as transformers' TrainingArguments name it.
         checkpointing: activation checkpointing of every block.
+        autocast: bfloat16 autocast around the forward (`bf16: true` of the training arguments).
         adapter: keyword arguments of the PEFT config; None for rank 8 on all linear layers.
 
     Raises:
@@ -135,8 +138,9 @@ def estimate(
     depth, period = build.depth_and_period()
 
     def measure(n_blocks):
-        with FakeTensorMode(allow_non_fake_inputs=True), _masks_as_in_a_run():
-            return _measure(build(n_blocks), tokens, batch, None if ordinary else tokenseek, optim)
+        with FakeTensorMode(allow_non_fake_inputs=True), _masks_as_in_a_run(), _few_chunks():
+            model, casting = build(n_blocks), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+            return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
 
     if 4 * period >= depth:
         return _sum_up(measure(depth))
@@ -206,13 +210,13 @@ class _Builder:
         return depth, period
 
 
-def _measure(model, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str) -> dict[str, float]:
+def _measure(model, casting, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str) -> dict[str, float]:
     """The fields of `MemoryEstimate`, with a peak for each phase of the step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
     step = _ordinary_step if tokenseek is None else _tokenseek_step
     with LiveTensors(model) as live, _AnswersWithoutData():
-        saved, keys_values, phases = step(model, live, tokens, batch, tokenseek)
+        saved, keys_values, phases = step(model, live, casting, tokens, batch, tokenseek)
     return {
         "parameters": sum(storage.nbytes() for storage in storages.values()),
         "gradients": sum(p.numel() * p.element_size() for p in trained),
@@ -223,27 +227,28 @@ def _measure(model, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, 
     }
 
 
-def _ordinary_step(model, live, tokens, batch, _):
+def _ordinary_step(model, live, casting, tokens, batch, _):
     ids = torch.zeros(batch, tokens, dtype=torch.long)
-    with SavedBytes(model) as saved:
+    with SavedBytes(model) as saved, casting:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     return saved.total, 0, _backward(loss, live, {})
 
 
-def _tokenseek_step(model, live, tokens, batch, config):
+def _tokenseek_step(model, live, casting, tokens, batch, config):
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     ones = torch.ones(batch, dtype=torch.long)
     instances = Instances(ids=ids, position_ids=ids, targets=ids, n_tokens=ones, n_supervised=ones, keys=ones)
     k = min(tokens, max(config.min_tokens, round(config.ratio * tokens)))
     weights = torch.ones(batch, k, dtype=torch.float64)
     selection = TokenSelection(ids[:, :k], torch.ones(batch, k, dtype=torch.bool), weights)
-    with TokenSeekSession(model, config) as session:
-        session.seek({"input_ids": ids}, instances)
+    with session.TokenSeekSession(model, config) as passes:
+        with casting:
+            passes.seek({"input_ids": ids}, instances)
         phases = {"peak seek": live.peak}
-        keys_values = sum(tensor.untyped_storage().nbytes() for tensor in session.recorded())
-        with SavedBytes(model) as saved:
-            saved.add(*session.recorded())
-            loss = session.ditch({"input_ids": ids}, instances, selection)
+        keys_values = sum(tensor.untyped_storage().nbytes() for tensor in passes.recorded())
+        with SavedBytes(model) as saved, casting:
+            saved.add(*passes.recorded())
+            loss = passes.ditch({"input_ids": ids}, instances, selection)
         phases = _backward(loss, live, phases)
     return saved.total, keys_values, phases
 
@@ -269,6 +274,29 @@ def _masks_as_in_a_run():
         yield
     finally:
         masking_utils.is_tracing = before
+
+
+@contextlib.contextmanager
+def _few_chunks():
+    """Let the head see two chunks of positions: the others would need the same memory after them, and much time."""
+    exact = session.losses_and_gradient, session.weighted_loss
+
+    def losses_and_gradient(head, hidden, targets, vocab_size, smoothing, need_gradient):
+        n = min(len(hidden), 2 * chunk_size(vocab_size))
+        rest = hidden.new_empty(len(hidden) - n, hidden.shape[1] if need_gradient else 0)
+        losses, gradient = exact[0](head, hidden[:n], targets[:n], vocab_size, smoothing, need_gradient)
+        losses = torch.cat([losses, losses.new_empty(len(hidden) - n)])
+        return losses, torch.cat([gradient, rest]) if need_gradient else None
+
+    def weighted_loss(head, hidden, targets, weights, vocab_size, *options):
+        n = min(len(hidden), 2 * chunk_size(vocab_size))
+        return exact[1](head, hidden[:n], targets[:n], weights[:n], vocab_size, *options)
+
+    session.losses_and_gradient, session.weighted_loss = losses_and_gradient, weighted_loss
+    try:
+        yield
+    finally:
+        session.losses_and_gradient, session.weighted_loss = exact
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
@@ -349,7 +377,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
             module.__class__, module.compute_dtype = _FourBitLinear, dtype
             module.weight = nn.Parameter(torch.empty((count + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
             module.register_buffer("absmax", torch.empty(count // FOUR_BIT_BLOCK, dtype=torch.uint8))
-            module.register_buffer("nested_absmax", torch.empty(count // FOUR_BIT_BLOCK // SCALE_BLOCK))
+            module.register_buffer("nested_absmax", torch.empty(-(-count // FOUR_BIT_BLOCK // SCALE_BLOCK)))
     for parameter in model.parameters():
         parameter.requires_grad = False
         if parameter.is_floating_point():
@@ -378,6 +406,7 @@ class Plan:
     method: str = "full"
     dtype: str = "bf16"
     optim: str = "adamw_torch_fused"
+    autocast: bool = False
     adapter: dict | None = None
 
     def estimate(self, case: str, **changes) -> MemoryEstimate:
@@ -391,11 +420,11 @@ class Plan:
 
     def longest(self, case: str, memory: int) -> int:
         """The longest row, in multiples of 128 tokens, of which `batch` fit into `memory` bytes; 0 if none does."""
-        return greatest(lambda n: self.estimate(case, tokens=128 * n).peak <= memory, LONGEST // 128) * 128
+        return 128 * greatest(lambda n: self.estimate(case, tokens=128 * n).peak, memory, LONGEST // 128)
 
     def largest(self, case: str, memory: int) -> int:
         """The largest batch that fits into `memory` bytes; 0 if none does."""
-        return greatest(lambda n: self.estimate(case, batch=n).peak <= memory, LARGEST)
+        return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
 
 
 def plan_of_recipe(recipe) -> Plan:
@@ -411,6 +440,7 @@ def plan_of_recipe(recipe) -> Plan:
         method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
         dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
         optim=training.get("optim", "adamw_torch_fused"),
+        autocast=bool(training.get("bf16") or training.get("fp16")),
         adapter=adapter or None,
     )
 
@@ -441,16 +471,19 @@ def format_estimates(plan: Plan, memory: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def greatest(fits, limit: int) -> int:
-    """The greatest n in 1..limit for which fits(n), which is true up to some n and false from there; 0 if it never is."""
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def greatest(need, available: float, limit: int) -> int:
+    """The greatest n in 1..limit with need(n) <= available, 0 if there is none. `need` rises, nearly along a line."""
+    low, high, known, n = 0, limit + 1, {}, 1
+    while True:
+        known[n] = need(n)
+        low, high = (n, high) if known[n] <= available else (low, n)
+        if high - low <= 1:
+            return low
+        a, b = (sorted(known, key=lambda m: abs(known[m] - available)) * 2)[:2]  # the line through the two nearest
+        guess = a + (available - known[a]) * (b - a) / (known[b] - known[a]) if known[a] != known[b] else 4 * low
+        if len(known) % 4 == 0 and high <= limit:
+            guess = (low + high) // 2  # where need() is no line, halving still ends soon
+        n = int(max(low + 1, min(guess, high - 1, 64 * low)))
 
 
 def parse_bytes(text: str) -> int:
