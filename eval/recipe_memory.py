@@ -1,7 +1,7 @@
 """Write what `tokenseek estimate` gives into the headers of the recipes whose models need a GPU.
 
-    python eval/recipe_memory.py            rewrite the headers (minutes)
-    python eval/recipe_memory.py --check    exit 1 if a header is not what the estimate gives
+python eval/recipe_memory.py            rewrite the headers (minutes)
+python eval/recipe_memory.py --check    exit 1 if a header is not what the estimate gives
 """
 
 import argparse

@@ -80,7 +80,13 @@ def test_the_estimate_is_what_real_tensors_need(monkeypatch, case, family, metho
             model.enable_input_require_grads()
     saved, peak = real_step(model, tokenseek)
     found = estimate.estimate(
-        config, tokens=TOKENS, batch=ROWS, tokenseek=tokenseek, method=method, dtype="fp32", checkpointing=checkpointing
+        config,
+        tokens=TOKENS,
+        batch=ROWS,
+        tokenseek=tokenseek,
+        method=method,
+        dtype="fp32",
+        checkpointing=checkpointing,
     )
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     assert found.parameters == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
@@ -115,7 +121,10 @@ def test_four_bit_weights_are_counted_as_bitsandbytes_stores_them(tmp_path):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     four_bit = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=four_bit)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -150,7 +159,9 @@ def test_shipped_configs_have_the_published_sizes(name, parameters):
 
 def test_a_hub_name_without_network_finds_the_shipped_config_or_says_what_is_known():
     assert load_config("meta-llama/Llama-3.2-1B").hidden_size == 2048
-    with pytest.raises(ConfigError, match="Without network these are known: .*llama-3.2-1b.* Did you mean 'llama-3.2-1b'"):
+    with pytest.raises(
+        ConfigError, match=r"Without network these are known: .*llama-3.2-1b.* Did you mean 'llama-3.2-1b'"
+    ):
         load_config("meta-llama/Llama-3.2-1")
 
 

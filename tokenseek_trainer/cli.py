@@ -204,7 +204,8 @@ def _estimate(options, rest) -> None:
         "batch": options.batch,
         "method": options.method,
         "optim": options.optim,
-        "dtype": options.dtype, "autocast": options.autocast,
+        "dtype": options.dtype,
+        "autocast": options.autocast,
     }
     plan = dataclasses.replace(plan, **{k: v for k, v in changes.items() if v is not None})
     method = {k: v for k, v in {"ratio": options.ratio, "scorer": options.scorer}.items() if v is not None}

@@ -210,7 +210,9 @@ class _Builder:
         return depth, period
 
 
-def _measure(model, casting, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str) -> dict[str, float]:
+def _measure(
+    model, casting, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str
+) -> dict[str, float]:
     """The fields of `MemoryEstimate`, with a peak for each phase of the step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
