@@ -91,6 +91,30 @@ def quickstart() -> str:
     return "\n".join(lines)
 
 
+def estimates() -> str:
+    """Peak memory of a step by `tokenseek estimate`."""
+    result = load("estimates.json")
+    cases = list(result["rows"][0]["cases"])
+    full = next(row for row in result["rows"] if row["method"] == "full" and row["tokens"] == 8192)
+    base = full["cases"]["ordinary"]["peak"]
+    lines = ["| | " + " | ".join(cases) + " |", "|---|" + "---:|" * len(cases)]
+    for row in result["rows"]:
+        same = row["model"] == full["model"] and row["tokens"] == full["tokens"]
+        cells = [
+            f"{case['peak'] / 2**30:.1f} GiB" + (f" ({case['peak'] / base:.0%})" if same else "")
+            for case in row["cases"].values()
+        ]
+        lines.append(
+            f"| {row['model']}, {row['method']}, {row['batch']} x {row['tokens']} | " + " | ".join(cells) + " |"
+        )
+    lines += [
+        "",
+        f"(`eval/estimates.py`: peak of a step, weights and AdamW state included, bfloat16, {result['ratio']:.0%} of the tokens "
+        "kept; in brackets the share of ordinary full fine-tuning of the same model and length.)",
+    ]
+    return "\n".join(lines)
+
+
 def features() -> str:
     """What is tested and what is refused, as the tests' own parametrisation has it."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -100,7 +124,13 @@ def features() -> str:
     return "\n".join(lines + [f"| {name} | {trainer} | {sft} |" for name, trainer, sft in feature_matrix()])
 
 
-TABLES = {"features": features, "headline": headline, "settings": settings, "quickstart": quickstart}
+TABLES = {
+    "estimates": estimates,
+    "features": features,
+    "headline": headline,
+    "settings": settings,
+    "quickstart": quickstart,
+}
 
 
 def render(text: str) -> str:

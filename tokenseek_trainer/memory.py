@@ -71,14 +71,18 @@ class LiveTensors(TorchDispatchMode):
     live.peak  # bytes, the model's weights not included
     ```
 
+    Args:
+        model: its weights and buffers do not count.
+        others: tensors that do not count either, such as the optimizer's state.
+
     Attributes:
         now: bytes alive now.
         history: bytes alive after each allocation.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, others=()):
         super().__init__()
-        weights = (*model.parameters(), *model.buffers())
+        weights = (*model.parameters(), *model.buffers(), *others)
         self._known = {t.untyped_storage()._cdata: 0 for t in weights}  # they exist anyway
         self.now = 0
         self.history: list[int] = []
