@@ -31,7 +31,7 @@ from tokenseek_trainer.selection import select
 from tokenseek_trainer.session import TokenSeekSession
 
 
-RANDOM = {"scorer": "random", "selection": "topk", "sink_tokens": 0}
+RANDOM = {"scorer": "random", "selection": "topk"}
 METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "Trainer": (None, False),
     "Trainer + checkpointing": (None, True),
@@ -39,7 +39,7 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "TokenSeek + checkpointing": ({}, True),
     "random tokens": (RANDOM, False),
     "the paper's scores": (
-        {"scorer": "tokenseek", "selection": "topk", "select_from": "all", "sink_tokens": 0},
+        {"scorer": "tokenseek", "selection": "topk", "select_from": "all"},
         False,
     ),
 }

@@ -23,18 +23,17 @@ from tokenseek_trainer.session import TokenSeekSession
 RECIPE = Path(__file__).resolve().parent / "fidelity" / "gsm8k.yaml"
 RANDOM = {"scorer": "random", "selection": "topk"}
 RULES = {
-    "sampled by gradient, with the sink": TokenSeekConfig(sink_tokens=1),
-    "sampled by gradient": TokenSeekConfig(sink_tokens=0),
-    "sampled by gradient, half uniform": TokenSeekConfig(sink_tokens=0, uniform_share=0.5),
-    "sampled by gradient, not uniform": TokenSeekConfig(sink_tokens=0, uniform_share=0.0),
-    "sampled by gradient from all tokens": TokenSeekConfig(sink_tokens=0, select_from="all"),
-    "random supervised tokens": TokenSeekConfig(sink_tokens=0, **RANDOM),
-    "random tokens": TokenSeekConfig(sink_tokens=0, select_from="all", **RANDOM),
-    "top by gradient": TokenSeekConfig(sink_tokens=0, selection="topk"),
+    "sampled by gradient": TokenSeekConfig(),
+    "sampled by gradient, half uniform": TokenSeekConfig(uniform_share=0.5),
+    "sampled by gradient, not uniform": TokenSeekConfig(uniform_share=0.0),
+    "sampled by gradient from all tokens": TokenSeekConfig(select_from="all"),
+    "random supervised tokens": TokenSeekConfig(**RANDOM),
+    "random tokens": TokenSeekConfig(select_from="all", **RANDOM),
+    "top by gradient": TokenSeekConfig(selection="topk"),
     "the paper's rule": TokenSeekConfig.paper(),
-    "sampled by gradient, ratio 0.05": TokenSeekConfig(sink_tokens=0, ratio=0.05),
-    "sampled by gradient, ratio 0.2": TokenSeekConfig(sink_tokens=0, ratio=0.2),
-    "sampled by gradient, ratio 0.3": TokenSeekConfig(sink_tokens=0, ratio=0.3),
+    "sampled by gradient, ratio 0.05": TokenSeekConfig(ratio=0.05),
+    "sampled by gradient, ratio 0.2": TokenSeekConfig(ratio=0.2),
+    "sampled by gradient, ratio 0.3": TokenSeekConfig(ratio=0.3),
 }
 
 

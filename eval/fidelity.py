@@ -17,8 +17,8 @@ from tokenseek_trainer.sweep import grid, read_cells, sweep
 
 
 HERE = Path(__file__).resolve().parent
-RANDOM = "--scorer random --selection topk --select_from all --sink_tokens 0"
-PAPER = "--scorer tokenseek --selection topk --select_from all --sink_tokens 0"
+RANDOM = "--scorer random --selection topk --select_from all"
+PAPER = "--scorer tokenseek --selection topk --select_from all"
 MAIN = {"full": "--ratio 1.0", "default": "", "random": RANDOM, "paper": PAPER}
 LORA = "--peft.method lora --peft.r 8 --peft.lora_alpha 16 --peft.target_modules all-linear"
 
@@ -45,7 +45,6 @@ STUDIES = {
         "GSM8K, prompt masked: the steps that the default makes in full tuning's time",
         {"default, twice the steps": "--num_train_epochs 2"},
     ),
-    "sink": Study("GSM8K, prompt masked: the first token ditched or kept", {"sink": "--sink_tokens 1"}),
     "rates": Study(
         "GSM8K, prompt masked: learning rates",
         {
@@ -85,7 +84,6 @@ def compact(cell: dict) -> dict:
         "seed": cell["seed"],
         **{key: cell["summary"][key] for key in kept},
         "curve": [[point["step"], point["eval_loss"]] for point in curve],
-        "tokenseek": cell["plan"]["recipe"]["tokenseek"],
         "learning_rate": cell["plan"]["recipe"]["training"]["learning_rate"],
         "commit": cell["commit"],
     }

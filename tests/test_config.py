@@ -23,7 +23,6 @@ def test_defaults_are_the_documented_ones():
         "select_from": "supervised",
         "selection": "sample",
         "uniform_share": 0.2,
-        "sink_tokens": 1,
         "min_tokens": 1,
         "token_weight": "instance",
         "kv_store": "device",
@@ -36,7 +35,6 @@ def test_paper_is_the_joint_top_tenth_whatever_the_defaults_are():
     config = TokenSeekConfig.paper()
     assert (config.ratio, config.scorer, config.alpha, config.beta) == (0.1, "tokenseek", 1.0, 1.0)
     assert (config.selection, config.select_from, config.context_layers) == ("topk", "all", "last")
-    assert config.sink_tokens == 0
 
 
 def test_paper_takes_overrides_and_refuses_unknown_ones():

@@ -72,7 +72,7 @@ def test_the_estimate_is_what_real_tensors_need(monkeypatch, case, family, metho
     monkeypatch.setattr(losses, "CHUNK_LOGITS", 64 * 16)  # several chunks, as with a real vocabulary
     ditches, checkpointing = CASES[case]
     config = config_of(family)
-    tokenseek = TokenSeekConfig(ratio=RATIO, scorer=scorer, selection="topk", sink_tokens=0) if ditches else None
+    tokenseek = TokenSeekConfig(ratio=RATIO, scorer=scorer, selection="topk") if ditches else None
     model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train(), method)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -22,7 +22,7 @@ from tokenseek_trainer.testing import ragged_batch
 
 
 def config(**settings):
-    return TokenSeekConfig(**{"selection": "topk", "sink_tokens": 0, **settings})
+    return TokenSeekConfig(**{"selection": "topk", **settings})
 
 
 def instances_of(batch):
@@ -69,18 +69,10 @@ def places(instances, number):
     return where, [(row, j) for row, j in where if targets[row][j] != -100]
 
 
-def sink_loop(instances, number, settings, causal):
-    where, supervised = places(instances, number)
-    if not supervised:
-        return []
-    room = max(settings.min_tokens, round(settings.ratio * len(where))) - (2 if settings.select_from == "all" else 1)
-    return [p for p in where[: max(0, min(settings.sink_tokens, room))] if p <= supervised[-1] or not causal]
-
-
 def candidate_loop(instances, number, settings, causal):
     where, supervised = places(instances, number)
     if settings.select_from == "supervised" or not supervised:
-        return sorted({*supervised, *sink_loop(instances, number, settings, causal)})
+        return supervised
     return [p for p in where if p <= supervised[-1]] if causal else where
 
 
@@ -96,9 +88,7 @@ def top_k_loop(scores, instances, settings, causal):
     for number in range(instances.count):
         supervised = places(instances, number)[1]
         ranking = candidate_loop(instances, number, settings, causal)
-        always = sink_loop(instances, number, settings, causal)
-        # stable: ties stay in reading order
-        ranking = sorted(ranking, key=lambda place: -math.inf if place in always else -float(scores[place]))
+        ranking = sorted(ranking, key=lambda place: -float(scores[place]))  # stable: ties stay in reading order
         chosen = ranking[: budget_loop(instances, number, settings, causal)]
         if supervised and not set(chosen) & set(supervised):
             chosen[-1] = next(place for place in ranking if place in supervised)
@@ -133,15 +123,8 @@ def tied_scores(instances):
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.5, 1.0])
 def test_top_k_equals_a_loop_over_instances(batch, select_from, ratio):
     instances = instances_of(batch)
-    variants = [(1, "instance", True, 0), (3, "none", True, 0), (2, "instance", False, 0), (1, "instance", True, 1)]
-    for min_tokens, token_weight, causal, sink_tokens in [*variants, (2, "instance", True, 3), (4, "none", False, 2)]:
-        settings = config(
-            ratio=ratio,
-            select_from=select_from,
-            min_tokens=min_tokens,
-            token_weight=token_weight,
-            sink_tokens=sink_tokens,
-        )
+    for min_tokens, token_weight, causal in [(1, "instance", True), (3, "none", True), (2, "instance", False)]:
+        settings = config(ratio=ratio, select_from=select_from, min_tokens=min_tokens, token_weight=token_weight)
         scores = tied_scores(instances)
         kept = kept_of(select(scores, instances, settings, causal=causal))
         assert kept == top_k_loop(scores, instances, settings, causal)
@@ -204,7 +187,7 @@ def test_weights_of_an_instance_sum_to_its_supervised_positions(batch):
 @pytest.mark.parametrize("select_from", ["all", "supervised"])
 def test_ratio_one_keeps_every_candidate_and_weights_every_loss_by_one(batch, selection, select_from):
     instances = instances_of(batch)
-    settings = config(ratio=1.0, selection=selection, select_from=select_from, sink_tokens=1)
+    settings = config(ratio=1.0, selection=selection, select_from=select_from)
     importance = torch.rand(instances.ids.shape).exp() ** 5
     kept = kept_of(select(importance, instances, settings, step=3))
     for number in range(instances.count):
@@ -260,9 +243,7 @@ def relative(kept, instances, number):
 @pytest.mark.parametrize("rule", ["topk", "sample", "random scores"])
 @pytest.mark.parametrize("length", [1, 6, 8, 16])
 def test_selection_depends_on_the_instance_alone(length, rule, select_from):
-    settings = config(
-        ratio=0.35, select_from=select_from, selection="sample" if rule == "sample" else "topk", sink_tokens=1
-    )
+    settings = config(ratio=0.35, select_from=select_from, selection="sample" if rule == "sample" else "topk")
     found = {}
     for name, (batch, number) in homes(length, n_prompt=2).items():
         instances = instances_of(batch)
@@ -318,11 +299,11 @@ def test_draws_are_uniform_over_steps_and_differ_between_seeds_and_instances():
 # Sampling: the probabilities.
 
 
-def water_filling(importance, k, uniform_share, forced=()):
+def water_filling(importance, k, uniform_share, forced=None):
     """pi = min(1, k * p), renormalised, by clipping and sharing out the rest until nothing exceeds 1."""
     count, total = len(importance), math.fsum(importance)
     p = [(1 - uniform_share) * w / total + uniform_share / count if total > 0 else 1 / count for w in importance]
-    certain = set(forced)
+    certain = set() if forced is None else {forced}
     while True:
         rest = [j for j in range(count) if j not in certain]
         left, mass = k - len(certain), math.fsum(p[j] for j in rest)
@@ -341,7 +322,7 @@ def probability_table(rows, k, uniform_share, forced=None):
     for i, row in enumerate(rows):
         table[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
         valid[i, : len(row)] = True
-        if forced is not None:
+        if forced is not None and forced[i] is not None:
             force[i, forced[i]] = True
     probability = inclusion_probabilities(table, valid, torch.tensor(k), uniform_share, force)
     assert probability.masked_select(~valid).abs().sum() == 0
@@ -362,17 +343,16 @@ IMPORTANCES = [
 
 @pytest.mark.parametrize("uniform_share", [0.05, 0.2, 1.0])
 def test_probabilities_equal_iterative_water_filling_and_sum_to_k(uniform_share):
-    for n_forced in (0, 1, 2):
+    for forced in (False, True):
         for budget in (1, 2, 3, 5, 11, 100):
             k = [min(budget, len(row)) for row in IMPORTANCES]
-            where = [[0, len(row) // 2][2 - min(n_forced, budget) :] for row in IMPORTANCES]
-            where = [sorted(set(places))[:size] for places, size in zip(where, k, strict=True)]
+            where = [len(row) // 2 for row in IMPORTANCES] if forced else [None] * len(IMPORTANCES)
             found = probability_table(IMPORTANCES, k, uniform_share, where)
-            for row, size, certain, probability in zip(IMPORTANCES, k, where, found, strict=True):
-                assert probability == pytest.approx(water_filling(row, size, uniform_share, certain), rel=1e-11)
+            for row, size, place, probability in zip(IMPORTANCES, k, where, found, strict=True):
+                assert probability == pytest.approx(water_filling(row, size, uniform_share, place), rel=1e-11)
                 assert math.fsum(probability) == pytest.approx(size, abs=1e-12)
                 assert all(0 <= pi <= 1 + 1e-12 for pi in probability)
-                assert all(probability[place] == 1.0 for place in certain)
+                assert place is None or probability[place] == 1.0
 
 
 def test_without_a_uniform_share_probabilities_are_proportional_to_importance():
@@ -425,12 +405,11 @@ TOY["labels"][0, -2:] = -100  # the last document ends in positions that carry n
 RATIO = 0.35  # keeps 3, 2, 0 and 4 tokens
 
 
-@pytest.fixture(scope="module", params=[("supervised", 0), ("all", 0), ("supervised", 1), ("all", 2)], ids=str)
+@pytest.fixture(scope="module", params=["supervised", "all"])
 def draws(request):
     """Steps 0 to 9,999 of one batch at once, as rows of one batch with a step each."""
     torch.manual_seed(0)
-    select_from, sink_tokens = request.param
-    settings = config(ratio=RATIO, selection="sample", select_from=select_from, sink_tokens=sink_tokens)
+    settings = config(ratio=RATIO, selection="sample", select_from=request.param)
     importance = torch.randn(TOY["input_ids"].shape, dtype=torch.float64).mul(2).exp()  # heavy tails: some are certain
     instances = instances_of(TOY)
     many = instances_of({name: value.expand(STEPS, -1) for name, value in TOY.items()})
@@ -443,22 +422,20 @@ def draws(request):
 
 
 def toy_probabilities(draws):
-    """(n,) inclusion probability of each position, and the supervised positions kept for certain by the joint rule."""
+    """(n,) inclusion probability of each position, and the positions kept for certain by the supervised rule."""
     probability, forced = torch.zeros(TOY["input_ids"].shape[1], dtype=torch.float64), []
     for number in range(draws.instances.count):
         allowed = candidate_loop(draws.instances, number, draws.settings, causal=True)
         if not allowed:
             continue
         importance = [float(draws.importance[place]) for place in allowed]
-        certain = [allowed.index(place) for place in sink_loop(draws.instances, number, draws.settings, causal=True)]
+        best = None
         if draws.settings.select_from == "all":
             supervised = places(draws.instances, number)[1]
-            if not any(allowed[place] in supervised for place in certain):
-                best = allowed.index(max(supervised, key=lambda place: float(draws.importance[place])))
-                certain.append(best)
-                forced.append(allowed[best][1])
+            best = allowed.index(max(supervised, key=lambda place: float(draws.importance[place])))
+            forced.append(allowed[best][1])
         k = budget_loop(draws.instances, number, draws.settings, causal=True)
-        found = water_filling(importance, k, draws.settings.uniform_share, certain)
+        found = water_filling(importance, k, draws.settings.uniform_share, best)
         for (_, j), pi in zip(allowed, found, strict=True):
             probability[j] = pi
     return probability, forced
@@ -491,7 +468,7 @@ def test_inclusion_frequencies_equal_the_probabilities(draws):
     probability, _ = toy_probabilities(draws)
     frequency = draws.kept.double().mean(0)
     uncertain = (probability > 0) & (probability < 1)
-    assert uncertain.sum() >= 6
+    assert uncertain.sum() >= 8
     assert torch.equal(frequency[~uncertain], probability[~uncertain])
     standard_error = (probability * (1 - probability) / STEPS).sqrt()
     z = (frequency - probability)[uncertain] / standard_error[uncertain]
@@ -536,18 +513,6 @@ def test_joint_sampling_always_keeps_the_best_supervised_position_with_weight_on
     assert len(forced) == 3
     assert draws.kept[:, forced].min() == 1
     assert torch.equal(draws.weights[:, forced], torch.ones(STEPS, 3, dtype=torch.float64))
-
-
-def test_sinks_are_always_kept_but_never_all_that_is_kept(draws):
-    first = [int((draws.instances.ids[0] == number).nonzero()[0]) for number in (0, 1, 3)]
-    left = 2 if draws.settings.select_from == "all" else 1
-    rooms = [min(draws.settings.sink_tokens, k - left) for k in (3, 2, 4)]
-    always = [j for start, room in zip(first, rooms, strict=True) for j in range(start, start + room)]
-    assert (draws.kept[:, always] == 1).all()
-    supervised = draws.instances.supervised[0]
-    for number in (0, 1, 3):
-        of_instance = (draws.instances.ids[0] == number) & supervised
-        assert (draws.kept[:, of_instance].sum(1) >= 1).all()
 
 
 def test_literal_weights_count_each_sampled_token_once():

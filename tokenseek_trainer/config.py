@@ -40,9 +40,6 @@ class TokenSeekConfig:
             their importance and weights each loss by 1/probability, which estimates the full loss without bias.
             The importance is the gradient score, the context score, exp(score) for `"tokenseek"`, or uniform.
         uniform_share: Share of the drawing probability that is spread evenly, in [0, 1]. Only for `"sample"`.
-        sink_tokens: First tokens of an instance that are kept whatever their score, >= 0, within the budget and leaving
-            room for tokens with a loss. Attention collects there, so a large part of the gradient runs through their keys
-            and values; it is lost if these are constants.
         min_tokens: Least number of tokens kept per instance, >= 1 (never more than the instance has).
         token_weight: `"instance"` lets the kept tokens stand for all supervised tokens of their instance, so the loss
             keeps its scale; `"none"` counts every kept token once and every ditched token as zero.
@@ -63,7 +60,6 @@ class TokenSeekConfig:
     select_from: str = "supervised"
     selection: str = "sample"
     uniform_share: float = 0.2
-    sink_tokens: int = 1
     min_tokens: int = 1
     token_weight: str = "instance"
     kv_store: str = "device"
@@ -75,7 +71,6 @@ class TokenSeekConfig:
         self._number("alpha", lambda x: x >= 0, "a number >= 0")
         self._number("beta", lambda x: x >= 0, "a number >= 0")
         self._number("uniform_share", lambda x: 0 <= x <= 1, "a number in [0, 1]")
-        self._integer("sink_tokens", 0)
         self._integer("min_tokens", 1)
         self._integer("seed", 0)
         for name, allowed in CHOICES.items():
@@ -128,7 +123,7 @@ class TokenSeekConfig:
     @classmethod
     def paper(cls, **overrides) -> "TokenSeekConfig":
         """The setting of the TokenSeek paper: joint top 10 % by log(context) + minmax(gradient)."""
-        settings = {"ratio": 0.1, "scorer": "tokenseek", "selection": "topk", "select_from": "all", "sink_tokens": 0}
+        settings = {"ratio": 0.1, "scorer": "tokenseek", "selection": "topk", "select_from": "all"}
         return cls.from_dict({**settings, **overrides})
 
     @classmethod

@@ -44,14 +44,6 @@ class Instances:
         """(B, n) bool."""
         return self.targets != IGNORE_INDEX
 
-    def first(self) -> torch.Tensor:
-        """(M,) int64: row index of each instance's first position."""
-        index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
-        real = self.ids >= 0
-        return torch.zeros_like(self.n_tokens).scatter_reduce(
-            0, self.ids[real], index[real], "amin", include_self=False
-        )
-
     def last_supervised(self) -> torch.Tensor:
         """(M,) int64: row index of each instance's last supervised position, -1 if it has none."""
         index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)

@@ -54,23 +54,10 @@ def candidates(instances: Instances, config: TokenSeekConfig, causal: bool) -> t
     return real & (index <= last)
 
 
-def budgets(instances: Instances, config: TokenSeekConfig) -> torch.Tensor:
-    """(M,) int64: k_i = max(min_tokens, round(ratio * n_i)); an instance with fewer candidates keeps them all."""
+def budgets(instances: Instances, config: TokenSeekConfig, n_candidates: torch.Tensor) -> torch.Tensor:
+    """(M,) int64: k_i = max(min_tokens, round(ratio * n_i)), at most the instance's candidates."""
     k = torch.round(config.ratio * instances.n_tokens.double()).long()
-    return k.clamp(min=config.min_tokens)
-
-
-def sinks(instances: Instances, config: TokenSeekConfig, k: torch.Tensor, causal: bool) -> torch.Tensor:
-    """(B, n) bool: the first min(sink_tokens, k_i - 1) positions of every instance that has a loss.
-
-    With `select_from="all"` k_i - 2: one place goes to a supervised position, and one stays open to every other position.
-    """
-    room = (k - (2 if config.select_from == "all" else 1)).clamp(0, config.sink_tokens)
-    ids = instances.ids.clamp(min=0)
-    index = torch.arange(ids.shape[1], device=ids.device)
-    found = (instances.ids >= 0) & (index < (instances.first() + room)[ids])
-    last = instances.last_supervised()[ids]
-    return found & (last >= 0) & ((index <= last) if causal else True)
+    return torch.minimum(k.clamp(min=config.min_tokens), n_candidates)
 
 
 def select(
@@ -86,16 +73,14 @@ def select(
         causal: whether a position sees only earlier ones.
         step: the optimizer step, part of the seed of `"sample"`.
     """
-    k = budgets(instances, config)
-    always = sinks(instances, config, k, causal)
-    layout = _Layout(instances, candidates(instances, config, causal) | always)
-    k = torch.minimum(k, layout.n_candidates)
+    allowed = candidates(instances, config, causal)
+    layout = _Layout(instances, allowed)
+    k = budgets(instances, config, layout.n_candidates)
     scores = layout.read(scores.double(), fill=-torch.inf)
-    force = layout.read(always, fill=False)
     # An instance with a loss keeps at least one position that carries it. Among supervised candidates any choice does.
+    force = torch.zeros_like(layout.valid)
     if config.select_from == "all":
-        supervised = layout.read(instances.supervised, fill=False)
-        force |= _best_supervised(scores, supervised) & ~(force & supervised).any(1, keepdim=True)
+        force = _best_supervised(scores, layout.read(instances.supervised, fill=False))
     if config.selection == "topk":
         order = scores.masked_fill(force, torch.inf).argsort(dim=1, descending=True, stable=True)
         keep = torch.zeros_like(force).scatter(1, order, layout.slot < k[:, None])
@@ -149,8 +134,11 @@ def draw(keys: torch.Tensor, seed: int, step: int) -> torch.Tensor:
 def random_scores(instances: Instances, seed: int, step: int) -> torch.Tensor:
     """(B, n) float64, uniform in [0, 1): a score for each position that depends on its instance, place and step."""
     keys = mix(mix(instances.keys + seed) + step)[instances.ids.clamp(min=0)]
-    index = torch.arange(instances.ids.shape[1], device=keys.device)
-    return uniform(keys + index - instances.first()[instances.ids.clamp(min=0)])
+    real = instances.ids >= 0
+    place = real.long().cumsum(-1)
+    starts = torch.zeros_like(instances.n_tokens)
+    starts = starts.scatter_reduce(0, instances.ids[real], place[real], "amin", include_self=False)
+    return uniform(keys + place - starts[instances.ids.clamp(min=0)])
 
 
 def inclusion_probabilities(importance, valid, k, uniform_share, force) -> torch.Tensor:
@@ -160,7 +148,7 @@ def inclusion_probabilities(importance, valid, k, uniform_share, force) -> torch
         importance: (M, c) float64 >= 0; p is proportional to it, mixed with `uniform_share` of an even spread.
         valid: (M, c) bool, False at unused slots.
         k: (M,) int64, at most the number of valid slots.
-        force: (M, c) bool, positions that are kept for certain, at most k per instance.
+        force: (M, c) bool, positions that are kept for certain (at most one per instance).
     """
     importance = importance.masked_fill(~valid, 0.0).clamp(min=0)
     total = importance.sum(1, keepdim=True)
