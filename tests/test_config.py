@@ -25,6 +25,7 @@ def test_defaults_are_the_documented_ones():
         "uniform_share": 0.2,
         "min_tokens": 1,
         "token_weight": "instance",
+        "reuse_scores": False,
         "kv_store": "device",
         "self_check": True,
         "seed": 0,

@@ -43,6 +43,8 @@ class TokenSeekConfig:
         min_tokens: Least number of tokens kept per instance, >= 1 (never more than the instance has).
         token_weight: `"instance"` lets the kept tokens stand for all supervised tokens of their instance, so the loss
             keeps its scale; `"none"` counts every kept token once and every ditched token as zero.
+        reuse_scores: Score an instance when it is first seen and go on with these scores in later epochs, which then cost no
+            more than random selection. Draws are still new at every step. The scores are saved with every checkpoint.
         kv_store: Where keys and values of ditched tokens wait between the two passes: `"device"` or `"cpu"`.
         self_check: Compare the ditch pass with the ordinary forward on the first training batch, and stop if they
             differ.
@@ -62,6 +64,7 @@ class TokenSeekConfig:
     uniform_share: float = 0.2
     min_tokens: int = 1
     token_weight: str = "instance"
+    reuse_scores: bool = False
     kv_store: str = "device"
     self_check: bool = True
     seed: int = 0
@@ -77,8 +80,11 @@ class TokenSeekConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {allowed}, got {value!r}.{closest(value, allowed)}")
-        if not isinstance(self.self_check, bool):
-            raise ConfigError(f"self_check must be true or false, got {self.self_check!r}.")
+        for name in ("reuse_scores", "self_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        if self.reuse_scores and self.scorer == "random":
+            raise ConfigError("reuse_scores is true, but scorer='random' has no scores: leave it false.")
         if self.scorer == "tokenseek" and self.alpha == 0 and self.beta == 0:
             raise ConfigError(
                 "alpha and beta are both 0, so every token scores the same. Raise one of them, "

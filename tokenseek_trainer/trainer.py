@@ -20,6 +20,7 @@ from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .losses import TokenStatistics
 from .quantized import cpu_packing_off, undo_cpu_packing
+from .score_store import ScoreStore
 from .selection import select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
@@ -37,7 +38,7 @@ class TokenSeekMixin:
         tokenseek: the settings; None for the default ones. Everything else is the Trainer's own.
 
     It logs beside `loss`, averaged over the optimizer steps since the last log:
-        full_loss: the loss over all supervised tokens, from the seek pass (absent with `scorer="random"`).
+        full_loss: the loss over all supervised tokens, from the seek passes that scored (absent with `scorer="random"`).
         kept_tokens, supervised_kept: tokens kept per optimizer step over all processes, and those that carry a loss.
         kept_fraction: kept tokens / real tokens.
         saved_mib: MiB that this process keeps for the backward of one micro-batch: by autograd, and the recorded keys and
@@ -56,6 +57,7 @@ class TokenSeekMixin:
         self._session: TokenSeekSession | None = None
         self._checked = False
         self._training_log = TrainingLog()
+        self._score_store = ScoreStore()
         self._refuse_other_objectives()
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
@@ -181,14 +183,18 @@ class TokenSeekMixin:
             self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
         scores = inputs.get("token_scores")
+        if scores is not None:
+            self._check_scores(scores, instances)
+        elif given is None and self.tokenseek.reuse_scores:
+            scores = self._score_store.get(instances)
         found = session.seek(inputs, instances, scoring=given is None and scores is None, label_smoothing=smoothing)
         if given is not None:
             selection = select_given(given, instances, self.tokenseek)
         else:
             if scores is None:
                 scores = found.scores(instances, self.tokenseek, self.state.global_step)
-            else:
-                self._check_scores(scores, instances)
+                if self.tokenseek.reuse_scores:
+                    self._score_store.put(instances, scores)
             selection = select(
                 scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
             )
@@ -292,6 +298,20 @@ class TokenSeekMixin:
         if "loss" in logs:
             logs.update(self._training_log.flush(self.accelerator))
         super().log(logs, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.tokenseek.reuse_scores:
+            self._score_store.save(self._score_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.tokenseek.reuse_scores:
+            self._score_store.load(self._score_file(checkpoint))
+
+    def _score_file(self, folder: str) -> str:
+        """Every process has seen rows of its own."""
+        return os.path.join(folder, f"tokenseek_scores_{self.args.process_index}.pt")
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         super()._save(output_dir, state_dict=state_dict)

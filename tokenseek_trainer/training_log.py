@@ -64,15 +64,17 @@ class TrainingLog:
         kept = values["supervised_kept"]
         self.supervised_ever = kept if self.supervised_ever is None else self.supervised_ever + kept
         self.optimizer_steps += 1 / accumulation
+        # The same names on every process, whichever of them scored: their sums are added up.
+        scored = values["full_loss"] is not None
+        values = {**values, "full_loss": values["full_loss"] if scored else 0.0, "scored": scored / accumulation}
         for name, value in values.items():
-            if value is not None:
-                self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def flush(self, accelerator) -> dict[str, float]:
         """The means of the window over all processes; the window then starts anew."""
         if not self.sums:
             return {}
-        device, n_processes = accelerator.device, accelerator.num_processes
+        device = accelerator.device
         values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in self.sums.values()])
         sums = dict(zip(self.sums, accelerator.reduce(values, "sum").tolist(), strict=True))
         logs = {
@@ -80,8 +82,8 @@ class TrainingLog:
             "kept_fraction": sums["kept"] / max(sums["real"], 1),
             "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
         }
-        if "full_loss" in sums:
-            logs["full_loss"] = sums["full_loss"] / self.optimizer_steps / n_processes
+        if sums["scored"] > 0:
+            logs["full_loss"] = sums["full_loss"] / sums["scored"]
         if self.timed_steps:
             logs["step_seconds"] = self.seconds / self.timed_steps
         if self.saved_bytes is not None:
