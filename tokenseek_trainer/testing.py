@@ -114,7 +114,8 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
 
     That covers the definition (hidden states after the embeddings and every block, keys and values) wherever each of them
     leaves a module as (B, n, ...), (B, heads, n, width) or (B * n, ...), and gives the same gradient: a ditched position's
-    outputs are then constants everywhere.
+    outputs are then constants everywhere. Modules without weights are left out: in a mixture of experts an activation
+    function sees each expert's tokens in an order of its own, and their number may happen to be B * n.
     """
     batch, n = keep.shape
 
@@ -131,7 +132,11 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
             return output
         return torch.where(where, output, output.detach())
 
-    hooks = [module.register_forward_hook(detach) for module in model.base_model.modules()]
+    hooks = [
+        module.register_forward_hook(detach)
+        for module in model.base_model.modules()
+        if any(True for _ in module.parameters())
+    ]
     try:
         yield
     finally:
