@@ -57,18 +57,41 @@ DROPOUT = ("drop", "jitter")  # routers' jitter too: the two passes and the orac
 
 # What generic shrinking cannot know; merged into the shrunk settings (nested configs as nested dicts).
 NO_VISION = {"vision_config": None, "audio_config": None}
+GEMMA3N = {"num_kv_shared_layers": 2, "laurel_rank": 8}
 GEMMA4 = {"num_kv_shared_layers": 2, "global_head_dim": 16}
+HYBRID = ["linear_attention", "hybrid"] * (N_LAYERS // 2)
+SLIDING_MLA = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16,
+    "qk_nope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+DOTS3_NOTE = {f"swa_{name}": value for name, value in SLIDING_MLA.items()}
 OVERRIDES: dict[str, dict] = {
     "bamba": {"mamba_n_heads": 8},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "laurel_rank": 8},
-    "gemma3n": {"text_config": {"num_kv_shared_layers": 2, "laurel_rank": 8}},
+    "dots3_note": {"text_config": DOTS3_NOTE},
+    "dots3_note_text": DOTS3_NOTE,
+    "gemma3n_text": GEMMA3N,
+    "gemma3n": {"text_config": GEMMA3N},
     "gemma4_text": GEMMA4,
     "gemma4": {**NO_VISION, "text_config": GEMMA4},
+    "gemma4_unified_text": GEMMA4,
+    "gemma4_unified": {
+        "text_config": GEMMA4,
+        "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], N_LAYERS // 2]]},
     "granitemoehybrid": {"mamba_n_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (N_LAYERS // 2)},
     "mamba2": {"num_heads": 8},
-    "reformer": {"is_decoder": True},
+    "qwen4_exp": {"text_config": {"indexer_budget": 4, "indexer_compress_ratio": 2}},
+    "qwen4_exp_text": {"indexer_budget": 4, "indexer_compress_ratio": 2},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16)},
+    "zamba": {"layers_block_type": HYBRID},
+    "zamba2": {"layers_block_type": HYBRID},
 }
 
 

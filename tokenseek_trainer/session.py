@@ -29,7 +29,7 @@ from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
 from .patching import attention_replaced, depends_on_length, dropout_off, forward_replaced, neftune_scaled
 from .quantized import undo_cpu_packing
-from .scoring import SeekResult, attention_received, gradient_magnitude
+from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
 from .selection import TokenSelection
 from .structure import ModelStructure, context_blocks, inspect_model, uses_checkpointing
 
@@ -243,7 +243,13 @@ class TokenSeekSession:
         if self._score_gradient:
             # Also when it is all zeros: with FSDP every rank must run the same backward.
             (at_leaf,) = torch.autograd.grad(hidden, self._leaf, at_hidden)
-            self._found.gradient = gradient_magnitude(at_leaf)
+            at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
+            if at_tokens is None:
+                raise UnsupportedModelError(
+                    f"The blocks of the {self.structure.model_type!r} model pass on hidden states of shape "
+                    f"{tuple(at_leaf.shape)}, in which tokens cannot be told apart. Use scorer='context' or 'random'."
+                )
+            self._found.gradient = gradient_magnitude(at_tokens)
 
     def _start_gradient(self, block, args, kwargs):
         """Before the last block: make its input a leaf, and keep a graph from here to the hidden states."""

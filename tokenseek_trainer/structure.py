@@ -82,7 +82,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         outer=outer,
         lm=lm,
         decoder=decoder,
-        blocks=_find_blocks(lm, decoder),
+        blocks=_blocks_of(lm, decoder),
         shift=lm.loss_function is ForCausalLMLoss,
         vocab_size=lm.config.get_text_config().vocab_size,
     )
@@ -117,8 +117,9 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
         )
     if _find_decoder(lm) is lm:
         raise UnsupportedModelError(
-            f"{name} shows no stack of blocks below a head. If it has no head, load it with AutoModelForCausalLM or "
-            "AutoModelForMaskedLM; else its structure is not supported."
+            f"{name} shows no stack of {getattr(lm.config.get_text_config(decoder=True), 'num_hidden_layers', '?')} blocks below "
+            "a head. If it has no head, load it with AutoModelForCausalLM or AutoModelForMaskedLM; else its structure is "
+            "not supported."
         )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
@@ -144,20 +145,28 @@ def _refuse_adapters(config) -> None:
 
 
 def _find_decoder(lm: PreTrainedModel) -> nn.Module:
-    """The stack of blocks that the model's forward calls; some models keep it inside their `base_model`."""
-    found = lm.get_decoder() if lm.loss_function is ForCausalLMLoss else None
-    return found if isinstance(found, nn.Module) and found is not lm else lm.base_model
+    """The stack of blocks that the model's forward calls: the first of several places that holds one.
+
+    `lm` itself if none does.
+    """
+    named = [lm.get_decoder()] if lm.loss_function is ForCausalLMLoss else []
+    for module in (*named, lm.base_model, *lm.children()):
+        if isinstance(module, nn.Module) and module is not lm and _blocks_of(lm, module):
+            return module
+    return lm
 
 
-def _find_blocks(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:
-    n_layers = lm.config.get_text_config().num_hidden_layers
-    for module in decoder.modules():  # outermost first
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
-            return tuple(module)
-    raise UnsupportedModelError(
-        f"{type(lm).__name__} (model type {lm.config.model_type!r}) has no list of {n_layers} blocks, as its "
-        "config.num_hidden_layers says."
-    )
+def _blocks_of(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost list of as many modules as the config says that the model has blocks, () if there is none.
+
+    Some configs count blocks of another kind as num_hidden_layers: those of the encoder that is not there, or attentions.
+    """
+    config = lm.config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "decoder_layers", "num_layers"):
+        for module in decoder.modules():  # outermost first
+            if isinstance(module, nn.ModuleList) and len(module) == getattr(config, name, None):
+                return tuple(module)
+    return ()
 
 
 def uses_checkpointing(model: nn.Module) -> bool:
