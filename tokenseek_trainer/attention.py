@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 
 from .errors import UnsupportedModelError
 from .scoring import eager_attention_weights
@@ -59,6 +60,24 @@ class LayerRecord:
     @classmethod
     def of(cls, key, value, device: str) -> "LayerRecord":
         return cls(_own(key, device), _own(value, device))
+
+
+class LayerCache(Cache):
+    """Stands for the cache in an attention that is written out in the model file: its keys and values pass through here.
+
+    Args:
+        update: maps fresh (B, G, q, D) keys and values to those that the queries attend to.
+    """
+
+    def __init__(self, update):
+        super().__init__(layers=[])
+        self._update = update
+
+    def update(self, key, value, *args, **kwargs):
+        return self._update(key, value)
+
+    def get_seq_length(self, *args, **kwargs) -> int:
+        return 0
 
 
 def _own(tensor: torch.Tensor, device: str) -> torch.Tensor:

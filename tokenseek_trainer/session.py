@@ -9,12 +9,14 @@ Letters: B batch rows, n tokens of a row, k selected ones, S positions that go t
 import contextlib
 import copy
 import functools
+import inspect
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import (
+    LayerCache,
     LayerRecord,
     MaskRule,
     RowMasks,
@@ -83,6 +85,12 @@ class TokenSeekSession:
             )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
+            if self.structure.attention_by_hand:
+                self._run_by_hand(stack)
+            for module in self.structure.position_modules:
+                stack.enter_context(
+                    forward_replaced(module, functools.partial(self._run_positions, module, module.forward))
+                )
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
@@ -92,7 +100,7 @@ class TokenSeekSession:
     def __exit__(self, *exception) -> None:
         self._open.close()
         self.records.clear()
-        self._rules, self._masks, self._mode = [], None, None
+        self._rules, self._masks, self._mode, self._position_arguments = [], None, None, {}
 
     # ---- the passes ----
 
@@ -115,6 +123,7 @@ class TokenSeekSession:
         """
         self.records.clear()
         self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
+        self._position_arguments = {}
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
@@ -214,6 +223,46 @@ class TokenSeekSession:
         cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
         return tuple(values[:, :-1] for values in cos_and_sin)
 
+    def _run_positions(self, module, forward, *args, **kwargs):
+        """Stands for an embedding that counts positions itself: it counts all tokens, and the selected ones are taken."""
+        if self._mode == "ditch":
+            args, kwargs = self._position_arguments[module]
+            positions = forward(*args, **kwargs)  # (n, E), (1, n, E) or (B, n, E)
+            return self._selection.gather(positions.expand(*self._instances.ids.shape, positions.shape[-1]))
+        if self._mode == "seek":
+            self._position_arguments[module] = args, kwargs
+        return forward(*args, **kwargs)
+
+    def _run_by_hand(self, stack: contextlib.ExitStack) -> None:
+        """Give every attention that is written out in the model file a cache, in which its keys and values show.
+
+        Such attention branches on the implementation's name, and falls back to its eager form under ours.
+        """
+        if self.implementation not in ("eager", "sdpa"):
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model does not call transformers' attention interface; with the attention "
+                f"implementation {self.implementation!r} its keys and values cannot be recorded. Use 'sdpa' or 'eager'."
+            )
+        self.implementation = "eager"
+        for module, argument in self.structure.attention_by_hand.items():
+            cache = LayerCache(functools.partial(self._keys_and_values, module))
+            hook = functools.partial(_with_argument, argument, cache)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _keys_and_values(self, module, key, value):
+        """Record (B, G, n, D) keys and values, or write those of the selected tokens into the recorded ones."""
+        if self._mode == "ditch":
+            record = self.records[module]
+            return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
+        if self._mode == "seek":
+            if self._score_context and self.structure.block_index(module) in self.context_blocks:
+                raise UnsupportedModelError(
+                    f"The {self.structure.model_type!r} model does not call transformers' attention interface, so its attention "
+                    "cannot be scored. Use scorer='gradient'."
+                )
+            self._record(module, key, value)
+        return key, value
+
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
         mode, self._mode, self._head_input = self._mode, "head", hidden
@@ -277,30 +326,36 @@ class TokenSeekSession:
         if self._mode == "ditch":
             return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
         if self._mode == "seek":
-            self._record(module, query, key, value, attention_mask, **kwargs)
+            self._record(module, key, value)
+            if self._score_context and self.structure.block_index(module) in self.context_blocks:
+                self._score(module, query, key, value, attention_mask, **kwargs)
         base = eager_function(module) if self.implementation == "eager" else AttentionInterface()[self.implementation]
         return base(module, query, key, value, attention_mask, **kwargs)
 
-    def _record(self, module, query, key, value, attention_mask, **kwargs):
+    def _record(self, module, key, value):
+        n = self._instances.ids.shape[1]
+        if key.ndim != 4 or key.shape[2] != n or value.shape[2] != n:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model attends to keys of shape {tuple(key.shape)}, not to one of every "
+                "token, so they cannot be recorded."
+            )
         if module in self.records:
             raise UnsupportedModelError(
                 f"The {self.structure.model_type!r} model calls one attention module twice in a forward (shared blocks), "
                 "which is not supported."
             )
-        block = self.structure.block_index(module)
-        if self._score_context and block in self.context_blocks:
-            with torch.no_grad():
-                rule = self._rule_of(attention_mask)
-                kwargs.pop("dropout", None)
-                received = attention_received(
-                    lambda queries: attention_weights(
-                        module, _at(query, queries), key, value, rule.rows(queries), **kwargs
-                    ),
-                    self._instances.ids >= 0,
-                    query.shape[1],
-                )
-            self._context_parts.append(received)
         self.records[module] = LayerRecord.of(key, value, self.config.kv_store)
+
+    @torch.no_grad()
+    def _score(self, module, query, key, value, attention_mask, **kwargs):
+        rule = self._rule_of(attention_mask)
+        kwargs.pop("dropout", None)
+        received = attention_received(
+            lambda queries: attention_weights(module, _at(query, queries), key, value, rule.rows(queries), **kwargs),
+            self._instances.ids >= 0,
+            query.shape[1],
+        )
+        self._context_parts.append(received)
 
     def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
         if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
@@ -318,7 +373,10 @@ class TokenSeekSession:
         if self._mode == "ditch":
             rule = self._rules[self._n_masks]
             self._n_masks += 1
-            return rule.rows(self._selection.indices)
+            rows = rule.rows(self._selection.indices)
+            if self.structure.attention_by_hand:  # it adds the mask itself
+                return self._masks.bias(rows, kwargs.get("dtype", torch.float32), 1)
+            return rows
         mask = AttentionMaskInterface()[self.implementation](*args, **kwargs)
         if self._mode == "seek":
             self._rules.append(MaskRule(kwargs))
@@ -346,7 +404,13 @@ class TokenSeekSession:
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
-        kept["position_ids"] = instances.position_ids
+        if self.structure.forward_accepts("position_ids"):
+            kept["position_ids"] = instances.position_ids
+        elif kept.pop("position_ids", None) is not None and instances.count > len(instances.ids):
+            raise InputError(
+                f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. Train "
+                "without packing."
+            )
         if self.structure.forward_accepts("use_cache"):
             kept["use_cache"] = False
         return kept
@@ -355,7 +419,7 @@ class TokenSeekSession:
         """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it."""
         shape = instances.ids.shape
         selected = self._inputs(inputs, instances)
-        selected.pop("attention_mask", None)
+        mask = selected.pop("attention_mask", None)
         for name, value in selected.items():
             if isinstance(value, torch.Tensor):
                 if value.shape[:2] != shape:
@@ -364,6 +428,8 @@ class TokenSeekSession:
                         f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
                     )
                 selected[name] = selection.gather(value)
+        if not self.structure.forward_accepts("position_ids"):  # alibi is built over all keys, from their mask
+            selected["attention_mask"] = torch.ones_like(instances.ids) if mask is None else mask
         return selected
 
     def _check_all_recorded(self) -> None:
@@ -375,6 +441,15 @@ class TokenSeekSession:
                 "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
                 "attention by hand."
             )
+
+
+def _with_argument(name, value, module, args, kwargs):
+    """A forward pre-hook that gives `module` an argument, in the place of the one that it is called with."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    place = names.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 def _with_hidden(output, hidden):

@@ -1,7 +1,8 @@
 """`ModelStructure`: the parts of a model that the method touches, and the refusal of models that it cannot train."""
 
 import inspect
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
@@ -12,6 +13,7 @@ from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
@@ -26,6 +28,9 @@ class ModelStructure:
         blocks: the transformer blocks, first to last.
         shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
         vocab_size: width of the logits.
+        attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
+            of the argument by which it takes a cache.
+        position_modules: embeddings that count positions themselves, in a model that takes no position_ids.
     """
 
     outer: nn.Module
@@ -34,6 +39,8 @@ class ModelStructure:
     blocks: tuple[nn.Module, ...]
     shift: bool
     vocab_size: int
+    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict)
+    position_modules: tuple[nn.Module, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -52,7 +59,7 @@ class ModelStructure:
 
     def forward_accepts(self, name: str) -> bool:
         """Whether the model's or the decoder's forward names this argument."""
-        return any(name in inspect.signature(type(m).forward).parameters for m in (self.lm, self.decoder))
+        return any(_accepts(module, name) for module in (self.lm, self.decoder))
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
@@ -78,29 +85,51 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         raise UnsupportedModelError(f"The model must be a transformers PreTrainedModel, got {type(lm).__name__}.")
     _refuse_unsupported(lm)
     decoder = _find_decoder(lm)
-    structure = ModelStructure(
+    blocks = _blocks_of(lm, decoder)
+    takes_positions = _accepts(lm, "position_ids") or _accepts(decoder, "position_ids")
+    counting = () if takes_positions else tuple(m for m in decoder.modules() if _counts_positions(m))
+    if not (takes_positions or counting or any("alibi" in name for name in dir(decoder))):
+        raise UnsupportedModelError(
+            f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
+        )
+    if takes_positions and any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
+        raise UnsupportedModelError(f"{_name(lm)} numbers positions from its padding index, which is not supported.")
+    return ModelStructure(
         outer=outer,
         lm=lm,
         decoder=decoder,
-        blocks=_blocks_of(lm, decoder),
+        blocks=blocks,
         shift=lm.loss_function is ForCausalLMLoss,
         vocab_size=lm.config.get_text_config().vocab_size,
+        attention_by_hand=_attention_by_hand(blocks),
+        position_modules=counting,
     )
-    if not structure.forward_accepts("position_ids"):
-        raise UnsupportedModelError(
-            f"{type(lm).__name__} (model type {structure.model_type!r}) takes no position_ids, so selected tokens "
-            "cannot be told where they stand."
-        )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
-        raise UnsupportedModelError(
-            f"{type(lm).__name__} (model type {structure.model_type!r}) numbers positions from its padding index, which "
-            "is not supported."
-        )
-    return structure
+
+
+def _name(lm: PreTrainedModel) -> str:
+    return f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+
+
+def _accepts(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    return "PositionalEmbedding" in type(module).__name__
+
+
+def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
+    """The innermost modules that take a cache, in model files that do not know transformers' attention interface."""
+    takes = {}
+    for module in (m for block in blocks for m in block.modules()):
+        names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
+        if names and not hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"):
+            takes[module] = names[0]
+    return {m: name for m, name in takes.items() if not any(child in takes for child in m.modules() if child is not m)}
 
 
 def _refuse_unsupported(lm: PreTrainedModel) -> None:
-    name = f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+    name = _name(lm)
     if any(p.is_meta for p in lm.parameters()):
         raise UnsupportedModelError(
             f"{name} has parameters on the meta device, without values. Load the weights before training."
