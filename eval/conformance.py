@@ -65,7 +65,7 @@ def check_family(family: str) -> dict:
 
 def runnable_model(family: str):
     """The tiny model in the best dtype in which its own forward runs, and that dtype."""
-    problem = None
+    problem = ""
     for dtype in (torch.float64, torch.float32):
         model = tiny_family_model(family, dtype, SEED)
         inspect_model(model)

@@ -86,6 +86,7 @@ OVERRIDES: dict[str, dict] = {
     "gpt_neo": {"attention_types": [[["global", "local"], N_LAYERS // 2]]},
     "granitemoehybrid": {"mamba_n_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (N_LAYERS // 2)},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "mamba2": {"num_heads": 8},
     "qwen4_exp": {"text_config": {"indexer_budget": 4, "indexer_compress_ratio": 2}},
     "qwen4_exp_text": {"indexer_budget": 4, "indexer_compress_ratio": 2},

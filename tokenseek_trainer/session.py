@@ -65,7 +65,8 @@ class TokenSeekSession:
         self.config = config
         self.structure = structure or inspect_model(model)
         self.context_blocks = context_blocks(config, self.structure)
-        self.records: dict[nn.Module, LayerRecord] = {}
+        self.records: dict[tuple[nn.Module, int], LayerRecord] = {}  # by module and call within its block
+        self._calls: dict[nn.Module, int] = {}
         self._rules: list[MaskRule] = []
         self._open = contextlib.ExitStack()
         self._mode = None  # "seek", "ditch" or "head"
@@ -85,6 +86,8 @@ class TokenSeekSession:
             )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
+            for block in self.structure.blocks:
+                stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
             if self.structure.attention_by_hand:
                 self._run_by_hand(stack)
             for module in self.structure.position_modules:
@@ -122,6 +125,8 @@ class TokenSeekSession:
             scoring: False if the selection is known already, so that only keys and values are wanted.
         """
         self.records.clear()
+        self._calls.clear()
+        self._entered: set[int] = set()
         self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
         self._position_arguments = {}
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
@@ -252,8 +257,7 @@ class TokenSeekSession:
     def _keys_and_values(self, module, key, value):
         """Record (B, G, n, D) keys and values, or write those of the selected tokens into the recorded ones."""
         if self._mode == "ditch":
-            record = self.records[module]
-            return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
+            return self._splice(module, key, value)
         if self._mode == "seek":
             if self._score_context and self.structure.block_index(module) in self.context_blocks:
                 raise UnsupportedModelError(
@@ -339,12 +343,28 @@ class TokenSeekSession:
                 f"The {self.structure.model_type!r} model attends to keys of shape {tuple(key.shape)}, not to one of every "
                 "token, so they cannot be recorded."
             )
-        if module in self.records:
+        self.records[self._call_of(module)] = LayerRecord.of(key, value, self.config.kv_store)
+
+    def _splice(self, module, key, value):
+        record = self.records[self._call_of(module)]
+        return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
+
+    def _enter_block(self, block, args) -> None:
+        self._calls.clear()
+        if self._mode != "seek":
+            return
+        index = self.structure.block_index(block)
+        if index in self._entered:
             raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model calls one attention module twice in a forward (shared blocks), "
-                "which is not supported."
+                f"The {self.structure.model_type!r} model runs one block twice in a forward (shared blocks), which is not supported."
             )
-        self.records[module] = LayerRecord.of(key, value, self.config.kv_store)
+        self._entered.add(index)
+
+    def _call_of(self, module) -> tuple[nn.Module, int]:
+        """A module may attend several times in one run of its block (DiffLlama); the calls come in the same order again."""
+        call = self._calls.get(module, 0)
+        self._calls[module] = call + 1
+        return module, call
 
     @torch.no_grad()
     def _score(self, module, query, key, value, attention_mask, **kwargs):
@@ -360,12 +380,10 @@ class TokenSeekSession:
     def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
         if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
             raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model does not build its attention masks through transformers' mask "
+                f"The {self.structure.model_type!r} model gives its attention another mask than that of transformers' mask "
                 "interface, so the rows of the selected tokens are not known."
             )
-        record = self.records[module]
-        key = self._positions.splice(key, record.key)
-        value = self._positions.splice(value, record.value)
+        key, value = self._splice(module, key, value)
         return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
 
     def _mask(self, *args, **kwargs):
@@ -400,6 +418,7 @@ class TokenSeekSession:
         self._positions = SelectedPositions.of(selection.indices, selection.mask)
         self._n_tokens = self._instances.ids.shape[1]
         self._n_masks = 0
+        self._calls.clear()
         self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
@@ -428,18 +447,20 @@ class TokenSeekSession:
                         f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
                     )
                 selected[name] = selection.gather(value)
-        if not self.structure.forward_accepts("position_ids"):  # alibi is built over all keys, from their mask
+        if self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids"):
+            # alibi is built over all keys, from their mask
             selected["attention_mask"] = torch.ones_like(instances.ids) if mask is None else mask
         return selected
 
     def _check_all_recorded(self) -> None:
-        owners = {self.structure.block_index(module) for module in self.records}
-        missing = [i for i in range(len(self.structure.blocks)) if i not in owners]
+        """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
+        owners = {self.structure.block_index(module) for module, _ in self.records}
+        missing = sorted(self._entered - owners)
         if missing:
             raise UnsupportedModelError(
                 f"Block {missing[0]} of the {self.structure.model_type!r} model does not call transformers' attention "
                 "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
-                "attention by hand."
+                "attention by hand without a cache that they pass through."
             )
 
 

@@ -15,6 +15,17 @@ from .errors import UnsupportedModelError
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+TOKENWISE_LAYER_TYPES = ("mlp", "moe")
+# What mixes tokens in other layers, by words of their type in transformers' configs.
+MIXED_BY = {
+    "linear": "linear attention or a state space",
+    "mamba": "a state space",
+    "recurrent": "a recurrence",
+    "conv": "a convolution over tokens",
+    "hybrid": "a state space, a convolution or linear attention beside attention",
+    "indexed": "sparse attention, whose indexer reads all tokens",
+    "compressed": "attention to keys that are each made from several tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -137,9 +148,11 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
     if lm.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders are supported.")
     layer_types = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    other = sorted(layer_types - set(ATTENTION_LAYER_TYPES))
+    other = sorted(layer_types - {*ATTENTION_LAYER_TYPES, *TOKENWISE_LAYER_TYPES})
     if lm._is_stateful or other:
+        reasons = [why for word, why in MIXED_BY.items() if any(word in kind for kind in other)]
         which = f"layers of type {', '.join(other)}" if other else "recurrent or state-space layers"
+        which += f" ({'; '.join(reasons)})" if reasons else ""
         raise UnsupportedModelError(
             f"{name} has {which}, which mix tokens outside attention: a ditched token cannot be made a constant there. "
             "Use an attention-only model."
@@ -147,8 +160,8 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
     if _find_decoder(lm) is lm:
         raise UnsupportedModelError(
             f"{name} shows no stack of {getattr(lm.config.get_text_config(decoder=True), 'num_hidden_layers', '?')} blocks below "
-            "a head. If it has no head, load it with AutoModelForCausalLM or AutoModelForMaskedLM; else its structure is "
-            "not supported."
+            "a head. If it has no head, load it with AutoModelForCausalLM or AutoModelForMaskedLM; else it is built in "
+            "another way (blocks that run in loops, several decoders), which is not supported."
         )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
