@@ -34,8 +34,15 @@ from tokenseek_trainer.testing import gradients, oracle_loss, packed_batch, ragg
 SEED = 0
 SECONDS_PER_FAMILY = 90
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def without_positions(batch: dict) -> dict:
+    """The model's own numbering of a batch that is padded on the right."""
+    return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
 BATCHES = {
-    "padded": lambda: ragged_batch((9, 16, 1)),
+    "padded": lambda: without_positions(ragged_batch((9, 16, 1))),
     "padded left": lambda: ragged_batch((5, 12), left=True),
     "beyond the window": lambda: ragged_batch((4 * WINDOW,)),
     "packed": lambda: packed_batch((7, 13)),
@@ -124,6 +131,7 @@ def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
     rows, slots = selection.mask.nonzero(as_tuple=True)
     keep[rows, selection.indices[rows, slots]] = True
     weights[rows, selection.indices[rows, slots]] = selection.weights[rows, slots]
+    batch = session.structure.with_own_positions(batch)
     expected = oracle_loss(model, batch, keep, weights, instances.n_supervised.sum())
     expected.backward()
     error = relative_error(ditched, gradients(model))
@@ -144,7 +152,8 @@ def keeps_documents_apart(model, batch: dict) -> bool:
 @torch.no_grad()
 def stock_logits(model, batch: dict) -> torch.Tensor:
     """(B, n, V) of the ordinary training forward."""
-    return model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+    inputs = inspect_model(model).with_own_positions(batch)
+    return model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False).logits
 
 
 class Float32AsFloat64(TorchFunctionMode):
@@ -152,6 +161,15 @@ class Float32AsFloat64(TorchFunctionMode):
 
     Otherwise its rounding, 1e-8 to 1e-6, would hide errors of that size in a float64 model.
     """
+
+    def __enter__(self):
+        self.default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.set_default_dtype(self.default_dtype)
+        return super().__exit__(*exception)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:

@@ -57,7 +57,7 @@ DROPOUT = ("drop", "jitter")  # routers' jitter too: the two passes and the orac
 
 # What generic shrinking cannot know; merged into the shrunk settings (nested configs as nested dicts).
 NO_VISION = {"vision_config": None, "audio_config": None}
-GEMMA3N = {"num_kv_shared_layers": 2, "laurel_rank": 8}
+GEMMA3N = {"num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": [0.95, 0.0] * (N_LAYERS // 2)}
 GEMMA4 = {"num_kv_shared_layers": 2, "global_head_dim": 16}
 HYBRID = ["linear_attention", "hybrid"] * (N_LAYERS // 2)
 SLIDING_MLA = {
@@ -65,14 +65,17 @@ SLIDING_MLA = {
     "qk_nope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
 DOTS3_NOTE = {f"swa_{name}": value for name, value in SLIDING_MLA.items()}
+QWEN4_INDEXER = {
+    "indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+}  # fmt: skip
 OVERRIDES: dict[str, dict] = {
     "bamba": {"mamba_n_heads": 8},
     "blt": {"encoder_hash_byte_group_vocab": 50},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note": {"text_config": DOTS3_NOTE},
+    "dots3_note": {"text_config": DOTS3_NOTE, "vision_config": {"mlp_layer_types": ["dense"] * N_LAYERS}},
     "dots3_note_text": DOTS3_NOTE,
     "gemma3n_text": GEMMA3N,
     "gemma3n": {"text_config": GEMMA3N},
@@ -88,9 +91,9 @@ OVERRIDES: dict[str, dict] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (N_LAYERS // 2)},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "mamba2": {"num_heads": 8},
-    "qwen4_exp": {"text_config": {"indexer_budget": 4, "indexer_compress_ratio": 2}},
-    "qwen4_exp_text": {"indexer_budget": 4, "indexer_compress_ratio": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16)},
+    "qwen4_exp": {"text_config": QWEN4_INDEXER},
+    "qwen4_exp_text": QWEN4_INDEXER,
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, WINDOW)},
     "zamba": {"layers_block_type": HYBRID},
     "zamba2": {"layers_block_type": HYBRID},
 }

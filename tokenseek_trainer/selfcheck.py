@@ -45,7 +45,8 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
             IndexError,
         ) as error:  # shapes that do not fit: somewhere the model counts on seeing all tokens
             raise SelfCheckError(
-                f"The {session.structure.model_type!r} model does not run on a part of its tokens: {error} {ADVICE}"
+                f"The {session.structure.model_type!r} model does not run on a part of its tokens "
+                f"({type(error).__name__}: {error}). {ADVICE}"
             ) from error
     ordinary = [selection.gather(hidden)[selection.mask] for hidden in ordinary]
     ditched = [hidden[selection.mask] for hidden in ditched]

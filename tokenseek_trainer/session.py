@@ -423,13 +423,12 @@ class TokenSeekSession:
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
-        if self.structure.forward_accepts("position_ids"):
-            kept["position_ids"] = instances.position_ids
-        elif kept.pop("position_ids", None) is not None and instances.count > len(instances.ids):
+        if not self.structure.forward_accepts("position_ids") and instances.count > len(instances.ids):
             raise InputError(
-                f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. Train "
-                "without packing."
+                f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. "
+                "Train without packing."
             )
+        kept = self.structure.with_own_positions({**kept, "position_ids": instances.position_ids})
         if self.structure.forward_accepts("use_cache"):
             kept["use_cache"] = False
         return kept
@@ -456,9 +455,9 @@ class TokenSeekSession:
         """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
         owners = {self.structure.block_index(module) for module, _ in self.records}
         missing = sorted(self._entered - owners)
-        if missing:
+        if missing or not self.records:
             raise UnsupportedModelError(
-                f"Block {missing[0]} of the {self.structure.model_type!r} model does not call transformers' attention "
+                f"Block {min(missing, default=0)} of the {self.structure.model_type!r} model does not call transformers' attention "
                 "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
                 "attention by hand without a cache that they pass through."
             )

@@ -4,6 +4,7 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,6 +43,7 @@ class ModelStructure:
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
             of the argument by which it takes a cache.
         position_modules: embeddings that count positions themselves, in a model that takes no position_ids.
+        first_position: what the model's own numbering gives to the first token.
     """
 
     outer: nn.Module
@@ -52,6 +54,7 @@ class ModelStructure:
     vocab_size: int
     attention_by_hand: dict[nn.Module, str] = field(default_factory=dict)
     position_modules: tuple[nn.Module, ...] = ()
+    first_position: int = 0
 
     @property
     def model_type(self) -> str:
@@ -71,6 +74,21 @@ class ModelStructure:
     def forward_accepts(self, name: str) -> bool:
         """Whether the model's or the decoder's forward names this argument."""
         return any(_accepts(module, name) for module in (self.lm, self.decoder))
+
+    def with_own_positions(self, inputs: dict) -> dict:
+        """A batch whose position_ids count from 0 as the model's forward wants it.
+
+        They are left out for a model that takes none, and moved up for one that begins elsewhere, unless they do already.
+        """
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if positions is None:
+            return inputs
+        if not self.forward_accepts("position_ids"):
+            return {name: value for name, value in inputs.items() if name != "position_ids"}
+        below = positions < self.first_position
+        if (below if mask is None else below & mask.bool()).any():
+            return {**inputs, "position_ids": positions + self.first_position}
+        return inputs
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
@@ -103,8 +121,6 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         raise UnsupportedModelError(
             f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
         )
-    if takes_positions and any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
-        raise UnsupportedModelError(f"{_name(lm)} numbers positions from its padding index, which is not supported.")
     return ModelStructure(
         outer=outer,
         lm=lm,
@@ -114,7 +130,20 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         vocab_size=lm.config.get_text_config().vocab_size,
         attention_by_hand=_attention_by_hand(blocks),
         position_modules=counting,
+        first_position=_first_position(decoder) if takes_positions else 0,
     )
+
+
+def _refuse_own_mask(module: nn.Module) -> None:
+    """Attention by hand that masks with a table of its own (GPT-Neo) reads it off the numbers of queries and keys."""
+    tables = [
+        name for name, buffer in module.named_buffers(recurse=False) if buffer.ndim == 4 and buffer.dtype == torch.bool
+    ]
+    if tables:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} masks its attention with a table of its own ({tables[0]!r}), which counts on all tokens "
+            "being there."
+        )
 
 
 def _name(lm: PreTrainedModel) -> str:
@@ -129,12 +158,21 @@ def _counts_positions(module: nn.Module) -> bool:
     return "PositionalEmbedding" in type(module).__name__
 
 
+def _first_position(decoder: nn.Module) -> int:
+    """RoBERTa and its kin begin after their padding index."""
+    for module in decoder.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return module.padding_idx + 1
+    return 0
+
+
 def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
     """The innermost modules that take a cache, in model files that do not know transformers' attention interface."""
     takes = {}
     for module in (m for block in blocks for m in block.modules()):
         names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
         if names and not hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"):
+            _refuse_own_mask(module)
             takes[module] = names[0]
     return {m: name for m, name in takes.items() if not any(child in takes for child in m.modules() if child is not m)}
 
@@ -205,10 +243,18 @@ def _blocks_of(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]
     """
     config = lm.config.get_text_config(decoder=True)
     for name in ("num_hidden_layers", "decoder_layers", "num_layers"):
-        for module in decoder.modules():  # outermost first
+        for module in _modules_of_text(decoder, (type(lm.config), type(config))):
             if isinstance(module, nn.ModuleList) and len(module) == getattr(config, name, None):
                 return tuple(module)
     return ()
+
+
+def _modules_of_text(module: nn.Module, configs: tuple[type, ...]):
+    """All modules, outermost first, without models of another config inside: vision or audio towers."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel) or isinstance(child.config, configs):
+            yield from _modules_of_text(child, configs)
 
 
 def uses_checkpointing(model: nn.Module) -> bool:
