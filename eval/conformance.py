@@ -55,87 +55,123 @@ SELECTIONS = {
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def check_family(family: str) -> dict:
-    """{"outcome": "exact" | "refused" | "wrong" | "not built", ...} of one family."""
-    warnings.filterwarnings("ignore")
+def check_family(family: str, **settings) -> dict:
+    """{"outcome": "exact" | "refused" | "wrong" | "not built", ...} of one family, with other settings of its config."""
     try:
         with time_limit(SECONDS_PER_FAMILY):
-            model, dtype = runnable_model(family)
-            exactly = Float32AsFloat64() if dtype == torch.float64 else contextlib.nullcontext()
-            with exactly:
-                return {"dtype": str(dtype).removeprefix("torch."), **check_model(model, TOLERANCE[dtype])}
+            model, dtype = runnable_model(family, **settings)
+            with upcasts_exact(dtype):
+                found = check_model(model)
+            if model.supports_gradient_checkpointing:
+                found["errors"]["checkpointed"] = checkpointing_error(
+                    model, BATCHES["beyond the window"](), SELECTIONS["random"]
+                )
+            return judged(found, dtype)
     except NotBuilt as error:
         return {"outcome": "not built", "reason": str(error)}
     except (UnsupportedModelError, SelfCheckError) as error:
         return {"outcome": "refused", "reason": str(error)}
+    except Exception as error:  # one family must not end the run; a crash of the product is its defect
+        return {"outcome": "wrong", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def runnable_model(family: str):
+def runnable_model(family: str, **settings):
     """The tiny model in the best dtype in which its own forward runs, and that dtype."""
     problem = ""
-    for dtype in (torch.float64, torch.float32):
-        model = tiny_family_model(family, dtype, SEED)
+    for dtype in TOLERANCE:
+        model = tiny_family_model(family, dtype, SEED, **settings)
         inspect_model(model)
-        batch = BATCHES["beyond the window"]()
-        exactly = Float32AsFloat64() if dtype == torch.float64 else contextlib.nullcontext()
         try:
-            with exactly:
-                logits = stock_logits(model, batch)
+            with upcasts_exact(dtype):
+                logits = stock_logits(model, BATCHES["beyond the window"]())
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
             if logits.isfinite().all():
                 return model, dtype
             problem = "its logits are not finite"
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     raise NotBuilt(f"the tiny model's own forward fails: {problem}")
 
 
-def check_model(model, tolerance: float) -> dict:
+def check_model(model) -> dict:
+    """Every batch with every selection, then eager attention."""
     errors, refused = {}, {}
+    structure = inspect_model(model)
     for batch_name, make in BATCHES.items():
-        batch = make()
-        if batch_name == "packed" and not keeps_documents_apart(model, batch):
-            refused[batch_name] = "the stock forward does not keep packed documents apart"
+        if batch_name == "packed" and not structure.forward_accepts("position_ids"):
+            refused[batch_name] = "it takes no position_ids"
             continue
-        with TokenSeekSession(model, SELECTIONS["default"]) as session:
-            self_check(session, batch, session.instances(batch))
-        for name, config in SELECTIONS.items():
-            case = f"{batch_name}, {name}"
-            try:
-                errors[case] = gradient_error(model, batch, config)
-            except UnsupportedModelError as error:
-                if not config.needs_context:
-                    raise
-                refused[case] = str(error)
-    worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
+        check_batch(model, batch_name, make(), errors, refused)
+    model.set_attn_implementation("eager")
+    errors["eager"] = gradient_error(model, BATCHES["padded"](), SELECTIONS["random"])
     return {
-        "outcome": "exact" if worst < tolerance else "wrong",
-        "error": worst,
-        "tolerance": tolerance,
         "errors": errors,
         "refused_cases": refused,
+        "keeps_packed_documents_apart": "packed" not in refused and keeps_documents_apart(model, BATCHES["packed"]()),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
 
+def judged(found: dict, dtype: torch.dtype) -> dict:
+    worst = max(found["errors"].values(), key=lambda error: error if error == error else float("inf"))
+    return {
+        "outcome": "exact" if worst < TOLERANCE[dtype] else "wrong",
+        "error": worst,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tolerance": TOLERANCE[dtype],
+        **found,
+    }
+
+
+def check_batch(model, batch_name: str, batch: dict, errors: dict, refused: dict) -> None:
+    """The self-check, then the gradient under each selection. A model whose attention cannot be scored has the others."""
+    with TokenSeekSession(model, SELECTIONS["default"]) as session:
+        self_check(session, batch, session.instances(batch))
+    for name, config in SELECTIONS.items():
+        case = f"{batch_name}, {name}"
+        try:
+            errors[case] = gradient_error(model, batch, config)
+        except UnsupportedModelError as error:
+            if not config.needs_context:
+                raise
+            refused[case] = str(error)
+
+
 def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
     """Greatest relative difference of any parameter's gradient, and of the loss, to the oracle's."""
-    with TokenSeekSession(model, config) as session:
-        instances = session.instances(batch)
-        found = session.seek(batch, instances)
-        selection = select(found.scores(instances, config, 0), instances, config)
-        loss = session.ditch(batch, instances, selection)
-        loss.backward()
+    loss, instances, selection = ditch(model, batch, config)
     ditched = gradients(model)
     keep = torch.zeros(instances.ids.shape, dtype=torch.bool)
     weights = torch.zeros(instances.ids.shape, dtype=torch.float64)
     rows, slots = selection.mask.nonzero(as_tuple=True)
     keep[rows, selection.indices[rows, slots]] = True
     weights[rows, selection.indices[rows, slots]] = selection.weights[rows, slots]
-    batch = session.structure.with_own_positions(batch)
-    expected = oracle_loss(model, batch, keep, weights, instances.n_supervised.sum())
+    inputs = inspect_model(model).with_own_positions(batch)
+    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum())
     expected.backward()
     error = relative_error(ditched, gradients(model))
     return max(error, float(abs(loss.detach() - expected.detach()) / abs(expected.detach())))
+
+
+def checkpointing_error(model, batch: dict, config: TokenSeekConfig) -> float:
+    """The same with activation checkpointing, relative to without: the oracle's hooks would be gone in the recomputation."""
+    ditch(model, batch, config)
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ditch(model, batch, config)
+    model.gradient_checkpointing_disable()
+    return relative_error(gradients(model), plain)
+
+
+def ditch(model, batch: dict, config: TokenSeekConfig):
+    """One training step's passes and backward: loss, instances, selection."""
+    with TokenSeekSession(model, config) as session:
+        instances = session.instances(batch)
+        found = session.seek(batch, instances)
+        selection = select(found.scores(instances, config, 0), instances, config)
+        loss = session.ditch(batch, instances, selection)
+        loss.backward()
+    return loss, instances, selection
 
 
 def keeps_documents_apart(model, batch: dict) -> bool:
@@ -179,6 +215,10 @@ class Float32AsFloat64(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def upcasts_exact(dtype: torch.dtype):
+    return Float32AsFloat64() if dtype == torch.float64 else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def time_limit(seconds: int):
     def stop(signum, frame):
@@ -199,15 +239,10 @@ def main() -> None:
     parser.add_argument("--families", help="comma-separated; all of the mapping if left out")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
     families, started = {}, time.perf_counter()
     for family in options.families.split(",") if options.families else FAMILIES:
-        try:
-            families[family] = check_family(family)
-        except Exception as error:  # one family must not end the run; a crash of the product is its defect
-            families[family] = {
-                "outcome": "wrong",
-                "reason": f"{type(error).__name__}: {' '.join(str(error).split())}",
-            }
+        families[family] = check_family(family)
         result = families[family]
         print(f"{family:24} {result['outcome']:10}", result.get("error", result.get("reason", "")), flush=True)
     outcomes = [result["outcome"] for result in families.values()]

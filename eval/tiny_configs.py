@@ -75,7 +75,11 @@ OVERRIDES: dict[str, dict] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note": {"text_config": DOTS3_NOTE, "vision_config": {"mlp_layer_types": ["dense"] * N_LAYERS}},
+    "dots3_note": {
+        "text_config": DOTS3_NOTE,
+        "vision_config": {"mlp_layer_types": ["dense"] * N_LAYERS, "adapter_in_dim": 32},
+        "audio_config": {"adapter_input_size": 32},
+    },
     "dots3_note_text": DOTS3_NOTE,
     "gemma3n_text": GEMMA3N,
     "gemma3n": {"text_config": GEMMA3N},
@@ -94,6 +98,7 @@ OVERRIDES: dict[str, dict] = {
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, WINDOW)},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": HYBRID},
     "zamba2": {"layers_block_type": HYBRID},
 }
@@ -103,14 +108,17 @@ class NotBuilt(Exception):
     """The family has no tiny model; the message says why."""
 
 
-def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0):
+def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0, **settings):
     """The family's causal language model in training mode, about 10^5 random parameters.
+
+    Args:
+        settings: of its config, beside the tiny ones.
 
     Raises:
         NotBuilt: no tiny config was found, or it stays too large.
     """
     try:
-        config = tiny_config(family)
+        config = tiny_config(family, **settings)
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     except Exception as error:
@@ -131,10 +139,10 @@ def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0):
     return model.train()
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
+def tiny_config(family: str, **settings) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
-    settings = _merged(shrunk(_default(config_class)), OVERRIDES.get(family, {}))
-    return config_class(**settings)
+    small = _merged(shrunk(_default(config_class)), OVERRIDES.get(family, {}))
+    return config_class(**_merged(small, settings))
 
 
 def shrunk(config: PreTrainedConfig) -> dict:

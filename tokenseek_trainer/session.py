@@ -350,7 +350,6 @@ class TokenSeekSession:
         return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
 
     def _enter_block(self, block, args) -> None:
-        self._calls.clear()
         if self._mode != "seek":
             return
         index = self.structure.block_index(block)
@@ -361,8 +360,13 @@ class TokenSeekSession:
         self._entered.add(index)
 
     def _call_of(self, module) -> tuple[nn.Module, int]:
-        """A module may attend several times in one run of its block (DiffLlama); the calls come in the same order again."""
+        """A module may attend several times in one run of its block (DiffLlama).
+
+        The calls come in the same order in the ditch pass, and again where a checkpointed block is recomputed.
+        """
         call = self._calls.get(module, 0)
+        if self._mode == "ditch" and (module, call) not in self.records:
+            call = 0
         self._calls[module] = call + 1
         return module, call
 
