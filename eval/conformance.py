@@ -64,7 +64,7 @@ def check_family(family: str, **settings) -> dict:
                 found = check_model(model)
             if model.supports_gradient_checkpointing:
                 found["errors"]["checkpointed"] = checkpointing_error(
-                    model, BATCHES["beyond the window"](), SELECTIONS["random"]
+                    model.float(), BATCHES["beyond the window"](), SELECTIONS["random"]
                 )
             return judged(found, dtype)
     except NotBuilt as error:
@@ -154,7 +154,10 @@ def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
 
 
 def checkpointing_error(model, batch: dict, config: TokenSeekConfig) -> float:
-    """The same with activation checkpointing, relative to without: the oracle's hooks would be gone in the recomputation."""
+    """Difference that activation checkpointing makes, which must be none.
+
+    It is not compared with the oracle, whose hooks are gone in the recomputation, as `Float32AsFloat64` is.
+    """
     ditch(model, batch, config)
     plain = gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -51,6 +51,27 @@ class MaskRule:
 
 
 @dataclass
+class DenseMask:
+    """A mask that the model has copied or changed after building it: (B or 1, 1, n, n) bool, or float with 0 where allowed."""
+
+    mask: torch.Tensor
+
+    def rows(self, queries: torch.Tensor) -> torch.Tensor:
+        """As `MaskRule.rows`."""
+        allowed = self.mask if self.mask.dtype == torch.bool else self.mask == 0
+        index = queries[:, None, :, None].expand(-1, 1, -1, allowed.shape[-1])
+        return allowed.expand(len(queries), -1, -1, -1).gather(2, index)
+
+    def says_all(self) -> bool:
+        """Whether the mask is nothing but allowed and forbidden pairs, the same for all heads."""
+        if self.mask.ndim != 4 or self.mask.shape[1] != 1:
+            return False
+        if self.mask.dtype == torch.bool:
+            return True
+        return bool(((self.mask == 0) | (self.mask <= torch.finfo(self.mask.dtype).min / 2)).all())
+
+
+@dataclass
 class LayerRecord:
     """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import (
+    DenseMask,
     LayerCache,
     LayerRecord,
     MaskRule,
@@ -29,7 +30,14 @@ from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
-from .patching import attention_replaced, depends_on_length, dropout_off, forward_replaced, neftune_scaled
+from .patching import (
+    attention_replaced,
+    depends_on_length,
+    dropout_off,
+    forward_replaced,
+    masks_replaced,
+    neftune_scaled,
+)
 from .quantized import undo_cpu_packing
 from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
 from .selection import TokenSelection
@@ -81,15 +89,17 @@ class TokenSeekSession:
         uses_checkpointing(lm)
         undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
-            self.implementation = stack.enter_context(
-                attention_replaced(lm, decoder, self._name, self._attention, self._mask)
-            )
+            if self.structure.attention_by_hand:
+                self.implementation = stack.enter_context(masks_replaced(lm, decoder, self._mask))
+                self._give_caches(stack)
+            else:
+                self.implementation = stack.enter_context(
+                    attention_replaced(lm, decoder, self._name, self._attention, self._mask)
+                )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
             for block in self.structure.blocks:
                 stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
-            if self.structure.attention_by_hand:
-                self._run_by_hand(stack)
             for module in self.structure.position_modules:
                 stack.enter_context(
                     forward_replaced(module, functools.partial(self._run_positions, module, module.forward))
@@ -238,17 +248,8 @@ class TokenSeekSession:
             self._position_arguments[module] = args, kwargs
         return forward(*args, **kwargs)
 
-    def _run_by_hand(self, stack: contextlib.ExitStack) -> None:
-        """Give every attention that is written out in the model file a cache, in which its keys and values show.
-
-        Such attention branches on the implementation's name, and falls back to its eager form under ours.
-        """
-        if self.implementation not in ("eager", "sdpa"):
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model does not call transformers' attention interface; with the attention "
-                f"implementation {self.implementation!r} its keys and values cannot be recorded. Use 'sdpa' or 'eager'."
-            )
-        self.implementation = "eager"
+    def _give_caches(self, stack: contextlib.ExitStack) -> None:
+        """Give every attention that is written out in the model file a cache, in which its keys and values show."""
         for module, argument in self.structure.attention_by_hand.items():
             cache = LayerCache(functools.partial(self._keys_and_values, module))
             hook = functools.partial(_with_argument, argument, cache)
@@ -396,9 +397,11 @@ class TokenSeekSession:
             rule = self._rules[self._n_masks]
             self._n_masks += 1
             rows = rule.rows(self._selection.indices)
-            if self.structure.attention_by_hand:  # it adds the mask itself
+            if not self.structure.attention_by_hand:
+                return rows
+            if self.implementation == "eager":  # it adds the mask itself
                 return self._masks.bias(rows, kwargs.get("dtype", torch.float32), 1)
-            return rows
+            return rows | ~rows.any(-1, keepdim=True)  # an empty slot may see nothing, which would be NaN
         mask = AttentionMaskInterface()[self.implementation](*args, **kwargs)
         if self._mode == "seek":
             self._rules.append(MaskRule(kwargs))
@@ -406,14 +409,16 @@ class TokenSeekSession:
             self._rule_of_mask[None if mask is None else id(mask)] = (self._rules[-1], mask)
         return mask
 
-    def _rule_of(self, mask) -> MaskRule:
+    def _rule_of(self, mask) -> MaskRule | DenseMask:
         found = self._rule_of_mask.get(None if mask is None else id(mask))
-        if found is None:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
-                "cannot be scored. Use scorer='gradient'."
-            )
-        return found[0]
+        if found is not None:
+            return found[0]
+        if mask is not None and (dense := DenseMask(mask)).says_all():
+            return dense
+        raise UnsupportedModelError(
+            f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
+            "cannot be scored. Use scorer='gradient'."
+        )
 
     # ---- inputs ----
 

@@ -187,7 +187,7 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders are supported.")
     layer_types = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     other = sorted(layer_types - {*ATTENTION_LAYER_TYPES, *TOKENWISE_LAYER_TYPES})
-    if lm._is_stateful or other:
+    if other or (lm._is_stateful and not layer_types):
         reasons = [why for word, why in MIXED_BY.items() if any(word in kind for kind in other)]
         which = f"layers of type {', '.join(other)}" if other else "recurrent or state-space layers"
         which += f" ({'; '.join(reasons)})" if reasons else ""

@@ -1,0 +1,111 @@
+"""Families of transformers' causal language models: exact against the oracle, or refused with a sentence that says why."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from tokenseek_trainer import TokenSeekConfig, attention
+from tokenseek_trainer.session import TokenSeekSession
+from tokenseek_trainer.structure import inspect_model
+from tokenseek_trainer.testing import ragged_batch, tiny_model
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "eval"))
+
+from conformance import FAMILIES, check_family, stock_logits  # noqa: E402
+from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
+
+
+SAMPLE = (
+    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma3n_text", "gemma4_text", "glm4",
+    "gpt_oss", "granite", "llama4_text", "longcat_flash", "mllama", "modernbert-decoder", "mpt", "olmo2", "phi3", "qwen2",
+    "qwen3_moe", "roberta", "smollm3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_the_gradient_of_the_family_is_exact(family):
+    found = check_family(family)
+    assert found["outcome"] == "exact", found
+    assert found["dtype"] == "float64"
+    assert found["errors"].get("checkpointed", 0) == 0
+
+
+def test_alibi_in_a_model_that_takes_positions_too():
+    """Its eager branch differs from its sdpa branch, so neither may stand for the other."""
+    assert check_family("falcon", alibi=True, new_decoder_architecture=False)["outcome"] == "exact"
+
+
+def test_masks_of_other_models_are_left_alone_and_the_mask_function_is_put_back():
+    before = dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping)
+    model, other = tiny_family_model("falcon", torch.float64), tiny_model("llama")
+    batch, stranger = ragged_batch((9, 12)), ragged_batch((7, 12), left=True)
+    expected = stock_logits(other, stranger)
+    with TokenSeekSession(model, TokenSeekConfig()) as session:
+        assert torch.equal(stock_logits(other, stranger), expected)
+        session.seek(batch, session.instances(batch))
+    assert ALL_MASK_ATTENTION_FUNCTIONS._local_mapping == before
+
+
+def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
+    assert check_family("granitemoehybrid", layer_types=["attention"] * 4)["outcome"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("qwen3_next", "linear_attention (linear attention or a state space), which mix tokens outside attention"),
+        ("lfm2_moe", "conv (a convolution over tokens)"),
+        ("deepseek_v32", "indexed_attention (sparse attention, whose indexer reads all tokens)"),
+        ("gpt_neo", "masks its attention with a table of its own ('bias')"),
+        ("openai-gpt", "does not call transformers' attention interface"),
+        ("doge", "another mask than that of transformers' mask interface"),
+        ("dory", "runs one block twice"),
+        ("hrm_text", "blocks that run in loops"),
+        ("xlnet", "takes no position_ids"),
+        ("roformer", "does not run on a part of its tokens"),
+    ],
+)
+def test_a_refusal_names_the_reason(family, sentence):
+    found = check_family(family)
+    assert found["outcome"] == "refused", found
+    assert sentence in found["reason"]
+
+
+def test_a_gradient_that_is_off_by_a_millionth_is_wrong(monkeypatch):
+    backward = attention._Splice.backward
+
+    def off(ctx, gradient):
+        fresh, *rest = backward(ctx, gradient)
+        return (fresh * (1 + 1e-6), *rest)
+
+    monkeypatch.setattr(attention._Splice, "backward", staticmethod(off))
+    found = check_family("llama")
+    assert found["outcome"] == "wrong"
+    assert 1e-9 < found["error"] < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gemma3"])
+def test_the_blocks_of_a_vision_model_are_those_of_its_text(family):
+    """Its vision tower has as many."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(tiny_config(family)).double().train()
+    structure = inspect_model(model)
+    assert len(structure.blocks) == 4
+    assert all(block in set(model.get_decoder().modules()) for block in structure.blocks)
+
+
+@pytest.mark.slow
+def test_no_family_is_wrong_and_no_fewer_are_exact_than_recorded():
+    recorded = json.loads((ROOT / "eval" / "results" / "conformance.json").read_text())
+    outcomes = {family: check_family(family)["outcome"] for family in FAMILIES}
+    assert [family for family, outcome in outcomes.items() if outcome == "wrong"] == []
+    exact = [family for family, found in recorded["families"].items() if found["outcome"] == "exact"]
+    assert [family for family in exact if outcomes.get(family) != "exact"] == []
