@@ -52,7 +52,7 @@ class ModelStructure:
     blocks: tuple[nn.Module, ...]
     shift: bool
     vocab_size: int
-    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict)
+    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
     position_modules: tuple[nn.Module, ...] = ()
     first_position: int = 0
 
@@ -167,14 +167,23 @@ def _first_position(decoder: nn.Module) -> int:
 
 
 def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
-    """The innermost modules that take a cache, in model files that do not know transformers' attention interface."""
+    """The innermost modules that take a cache, if their model file does not know transformers' attention interface."""
     takes = {}
     for module in (m for block in blocks for m in block.modules()):
         names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
-        if names and not hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS"):
-            _refuse_own_mask(module)
+        if names:
             takes[module] = names[0]
-    return {m: name for m, name in takes.items() if not any(child in takes for child in m.modules() if child is not m)}
+    innermost = {m: name for m, name in takes.items() if not any(child in takes for child in list(m.modules())[1:])}
+    found = {module: name for module, name in innermost.items() if not _knows_interface(module)}
+    for module in found:
+        _refuse_own_mask(module)
+    return found
+
+
+def _knows_interface(module: nn.Module) -> bool:
+    # all bases: FSDP2 makes a class of its own, which lies in another file
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def _refuse_unsupported(lm: PreTrainedModel) -> None:
@@ -197,9 +206,9 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
         )
     if _find_decoder(lm) is lm:
         raise UnsupportedModelError(
-            f"{name} shows no stack of {getattr(lm.config.get_text_config(decoder=True), 'num_hidden_layers', '?')} blocks below "
-            "a head. If it has no head, load it with AutoModelForCausalLM or AutoModelForMaskedLM; else it is built in "
-            "another way (blocks that run in loops, several decoders), which is not supported."
+            f"{name} shows no stack of blocks below a head. If it has no head, load it with AutoModelForCausalLM or "
+            "AutoModelForMaskedLM; else it is built in another way (blocks that run in loops, several stacks), which is "
+            "not supported."
         )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
@@ -230,7 +239,8 @@ def _find_decoder(lm: PreTrainedModel) -> nn.Module:
     `lm` itself if none does.
     """
     named = [lm.get_decoder()] if lm.loss_function is ForCausalLMLoss else []
-    for module in (*named, lm.base_model, *lm.children()):
+    inner = [child for child in lm.children() if isinstance(child, PreTrainedModel)]
+    for module in (*named, lm.base_model, *inner):
         if isinstance(module, nn.Module) and module is not lm and _blocks_of(lm, module):
             return module
     return lm
