@@ -94,7 +94,7 @@ def runnable_model(family: str, **settings):
 
 
 def check_model(model) -> dict:
-    """Every batch with every selection, then eager attention."""
+    """Every batch with every selection, then the loss itself, then eager attention."""
     errors, refused = {}, {}
     structure = inspect_model(model)
     for batch_name, make in BATCHES.items():
@@ -102,6 +102,7 @@ def check_model(model) -> dict:
             refused[batch_name] = "it takes no position_ids"
             continue
         check_batch(model, batch_name, make(), errors, refused)
+    errors["stock loss"] = stock_loss_error(model, BATCHES["padded"]())
     model.set_attn_implementation("eager")
     errors["eager"] = gradient_error(model, BATCHES["padded"](), SELECTIONS["random"])
     return {
@@ -151,6 +152,16 @@ def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
     expected.backward()
     error = relative_error(ditched, gradients(model))
     return max(error, float(abs(loss.detach() - expected.detach()) / abs(expected.detach())))
+
+
+@torch.no_grad()
+def stock_loss_error(model, batch: dict) -> float:
+    """The seek pass's loss of all supervised tokens beside the loss of the model's own forward."""
+    with TokenSeekSession(model, SELECTIONS["default"]) as session:
+        instances = session.instances(batch)
+        loss = session.seek(batch, instances).loss_sum / instances.n_supervised.sum()
+    expected = model(**inspect_model(model).with_own_positions(batch), use_cache=False).loss
+    return float(abs(loss - expected) / expected)
 
 
 def checkpointing_error(model, batch: dict, config: TokenSeekConfig) -> float:

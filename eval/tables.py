@@ -106,6 +106,7 @@ REFUSED_FOR = {
     "takes no position_ids": "no place for positions",
     "another mask": "a mask of its own",
     "a table of its own": "a mask of its own",
+    "computes its loss itself": "a loss of its own",
     "twice": "blocks that run in loops",
     "shows no stack": "blocks that run in loops or in several stacks",
     "cannot be told apart": "hidden states of several streams of tokens",

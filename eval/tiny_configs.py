@@ -160,6 +160,8 @@ def shrunk(config: PreTrainedConfig) -> dict:
             settings[name] = BY_NAME[name]
         elif name in BY_NAME and isinstance(value, int) and not isinstance(value, bool):
             settings[name] = min(value, BY_NAME[name]) if value > 0 else value
+        elif name == "is_decoder":  # encoders of old families are causal only if told
+            settings[name] = True
         elif name == "layer_types" and value:
             settings[name] = cut_layer_types(value)
         elif isinstance(value, float) and any(word in name for word in DROPOUT):

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, TrainingArguments
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tokenseek_trainer import TokenSeekConfig, attention
+from tokenseek_trainer import TokenSeekConfig, TokenSeekTrainer, attention
+from tokenseek_trainer.collator import TokenSeekCollator
+from tokenseek_trainer.selfcheck import self_check
 from tokenseek_trainer.session import TokenSeekSession
 from tokenseek_trainer.structure import inspect_model
 from tokenseek_trainer.testing import ragged_batch, tiny_model
@@ -18,12 +20,20 @@ from tokenseek_trainer.testing import ragged_batch, tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "eval"))
 
-from conformance import FAMILIES, check_family, stock_logits  # noqa: E402
+from conformance import (  # noqa: E402
+    BATCHES,
+    FAMILIES,
+    SELECTIONS,
+    Float32AsFloat64,
+    check_family,
+    gradient_error,
+    stock_logits,
+)
 from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
 
 
 SAMPLE = (
-    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma3n_text", "gemma4_text", "glm4",
+    "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
     "gpt_oss", "granite", "llama4_text", "longcat_flash", "mllama", "modernbert-decoder", "mpt", "olmo2", "phi3", "qwen2",
     "qwen3_moe", "roberta", "smollm3",
 )  # fmt: skip
@@ -35,6 +45,15 @@ def test_the_gradient_of_the_family_is_exact(family):
     assert found["outcome"] == "exact", found
     assert found["dtype"] == "float64"
     assert found["errors"].get("checkpointed", 0) == 0
+
+
+def test_several_residual_streams():
+    model = tiny_family_model("gemma3n_text", torch.float64)
+    batch = BATCHES["padded"]()
+    with Float32AsFloat64():
+        with TokenSeekSession(model, TokenSeekConfig()) as session:
+            assert self_check(session, batch, session.instances(batch)) < 1e-12
+        assert gradient_error(model, batch, SELECTIONS["default"]) < 1e-9
 
 
 def test_alibi_in_a_model_that_takes_positions_too():
@@ -68,8 +87,9 @@ def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
         ("doge", "another mask than that of transformers' mask interface"),
         ("dory", "runs one block twice"),
         ("hrm_text", "blocks that run in loops"),
-        ("xlnet", "takes no position_ids"),
-        ("roformer", "does not run on a part of its tokens"),
+        ("roformer", "takes no position_ids"),
+        ("bart", "computes its loss itself, so it is not known which label a position predicts"),
+        ("xlm", "does not run on a part of its tokens"),
     ],
 )
 def test_a_refusal_names_the_reason(family, sentence):
@@ -91,15 +111,42 @@ def test_a_gradient_that_is_off_by_a_millionth_is_wrong(monkeypatch):
     assert 1e-9 < found["error"] < 1e-5
 
 
-@pytest.mark.parametrize("family", ["gemma3"])
-def test_the_blocks_of_a_vision_model_are_those_of_its_text(family):
-    """Its vision tower has as many."""
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
+def test_a_vision_model_trains_on_text(family):
+    """Its vision tower has as many blocks as its text model."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(tiny_config(family)).double().train()
-    structure = inspect_model(model)
-    assert len(structure.blocks) == 4
-    assert all(block in set(model.get_decoder().modules()) for block in structure.blocks)
+    assert all(block in set(model.get_decoder().modules()) for block in inspect_model(model).blocks)
+    with Float32AsFloat64():
+        assert gradient_error(model, BATCHES["padded"](), SELECTIONS["random"]) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["bloom", "roberta"])
+def test_a_model_without_positions_or_with_its_own_trains_and_evaluates_with_the_collators(family, tmp_path):
+    """The collator counts them from 0."""
+    model = tiny_family_model(family, torch.float64)
+    data = ragged_batch((4, 9, 12))
+    rows = [
+        {name: data[name][row][data["attention_mask"][row] == 1].tolist() for name in ("input_ids", "labels")}
+        for row in range(3)
+    ]
+    expected = model(**{name: value for name, value in data.items() if name != "position_ids"}).loss.item()
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=3, per_device_eval_batch_size=3, logging_steps=1,
+        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = TokenSeekTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=TokenSeekCollator(),
+        tokenseek=TokenSeekConfig(ratio=0.4),
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+    assert trainer.state.log_history[-2]["full_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -100,10 +100,6 @@ class TokenSeekSession:
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
             for block in self.structure.blocks:
                 stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
-            for module in self.structure.position_modules:
-                stack.enter_context(
-                    forward_replaced(module, functools.partial(self._run_positions, module, module.forward))
-                )
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
@@ -113,7 +109,7 @@ class TokenSeekSession:
     def __exit__(self, *exception) -> None:
         self._open.close()
         self.records.clear()
-        self._rules, self._masks, self._mode, self._position_arguments = [], None, None, {}
+        self._rules, self._masks, self._mode = [], None, None
 
     # ---- the passes ----
 
@@ -138,7 +134,6 @@ class TokenSeekSession:
         self._calls.clear()
         self._entered: set[int] = set()
         self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
-        self._position_arguments = {}
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
@@ -237,16 +232,6 @@ class TokenSeekSession:
         longest = self._instances.position_ids.max().expand(len(position_ids), 1)
         cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
         return tuple(values[:, :-1] for values in cos_and_sin)
-
-    def _run_positions(self, module, forward, *args, **kwargs):
-        """Stands for an embedding that counts positions itself: it counts all tokens, and the selected ones are taken."""
-        if self._mode == "ditch":
-            args, kwargs = self._position_arguments[module]
-            positions = forward(*args, **kwargs)  # (n, E), (1, n, E) or (B, n, E)
-            return self._selection.gather(positions.expand(*self._instances.ids.shape, positions.shape[-1]))
-        if self._mode == "seek":
-            self._position_arguments[module] = args, kwargs
-        return forward(*args, **kwargs)
 
     def _give_caches(self, stack: contextlib.ExitStack) -> None:
         """Give every attention that is written out in the model file a cache, in which its keys and values show."""

@@ -42,7 +42,6 @@ class ModelStructure:
         vocab_size: width of the logits.
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
             of the argument by which it takes a cache.
-        position_modules: embeddings that count positions themselves, in a model that takes no position_ids.
         first_position: what the model's own numbering gives to the first token.
     """
 
@@ -53,7 +52,6 @@ class ModelStructure:
     shift: bool
     vocab_size: int
     attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
-    position_modules: tuple[nn.Module, ...] = ()
     first_position: int = 0
 
     @property
@@ -116,8 +114,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     decoder = _find_decoder(lm)
     blocks = _blocks_of(lm, decoder)
     takes_positions = _accepts(lm, "position_ids") or _accepts(decoder, "position_ids")
-    counting = () if takes_positions else tuple(m for m in decoder.modules() if _counts_positions(m))
-    if not (takes_positions or counting or any("alibi" in name for name in dir(decoder))):
+    if not (takes_positions or any("alibi" in name for name in dir(decoder))):
         raise UnsupportedModelError(
             f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
         )
@@ -129,7 +126,6 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         shift=lm.loss_function is ForCausalLMLoss,
         vocab_size=lm.config.get_text_config().vocab_size,
         attention_by_hand=_attention_by_hand(blocks),
-        position_modules=counting,
         first_position=_first_position(decoder) if takes_positions else 0,
     )
 
@@ -152,10 +148,6 @@ def _name(lm: PreTrainedModel) -> str:
 
 def _accepts(module: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(type(module).forward).parameters
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    return "PositionalEmbedding" in type(module).__name__
 
 
 def _first_position(decoder: nn.Module) -> int:
@@ -215,6 +207,15 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
             "masked language modelling."
         )
+    if lm.loss_function is ForCausalLMLoss and "loss_function" not in _names_in_forward(lm):
+        raise UnsupportedModelError(
+            f"{name} computes its loss itself, so it is not known which label a position predicts (the decoders of Bart and "
+            "its kin expect labels that are shifted already)."
+        )
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    return inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _refuse_adapters(config) -> None:
