@@ -207,15 +207,17 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
             "masked language modelling."
         )
-    if lm.loss_function is ForCausalLMLoss and "loss_function" not in _names_in_forward(lm):
+    if lm.loss_function is ForCausalLMLoss and not _uses_loss_function(lm):
         raise UnsupportedModelError(
             f"{name} computes its loss itself, so it is not known which label a position predicts (the decoders of Bart and "
             "its kin expect labels that are shifted already)."
         )
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    return inspect.unwrap(type(module).forward).__code__.co_names
+def _uses_loss_function(lm: PreTrainedModel) -> bool:
+    """Whether a forward of the model's class or of its bases, to which it may pass on, names transformers' loss function."""
+    forwards = (inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__)
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _refuse_adapters(config) -> None:
