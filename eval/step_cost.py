@@ -49,8 +49,8 @@ def tokenseek_step(model, batch, config, step) -> int:
         found = session.seek(batch, instances)
         selection = select(found.scores(instances, config, step), instances, config, step=step)
         with SavedBytes(model) as saved:
+            saved.add(*session.recorded())
             loss = session.ditch(batch, instances, selection)
-        saved.add(*session.recorded())
         loss.backward()
     return saved.total
 

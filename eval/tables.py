@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -91,6 +92,93 @@ def quickstart() -> str:
     return "\n".join(lines)
 
 
+def estimates() -> str:
+    """Peak memory of a step by `tokenseek estimate`."""
+    result = load("estimates.json")
+    cases = list(result["rows"][0]["cases"])
+    full = next(row for row in result["rows"] if row["method"] == "full" and row["tokens"] == 8192)
+    base = full["cases"]["ordinary"]["peak"]
+    lines = ["| | " + " | ".join(cases) + " |", "|---|" + "---:|" * len(cases)]
+    for row in result["rows"]:
+        same = row["model"] == full["model"] and row["tokens"] == full["tokens"]
+        cells = [
+            f"{case['peak'] / 2**30:.1f} GiB" + (f" ({case['peak'] / base:.0%})" if same else "")
+            for case in row["cases"].values()
+        ]
+        lines.append(
+            f"| {row['model']}, {row['method']}, {row['batch']} x {row['tokens']} | " + " | ".join(cells) + " |"
+        )
+    lines += [
+        "",
+        f"(`eval/estimates.py`: peak of a step, weights and AdamW state included, bfloat16, {result['ratio']:.0%} of the tokens "
+        "kept; in brackets the share of ordinary full fine-tuning of the same model and length.)",
+    ]
+    return "\n".join(lines)
+
+
+def fidelity() -> str:
+    """Held-out loss of every finished study, and the share of full tuning's gain at equal steps."""
+    lines = []
+    for name in ("masked", "time", "sink", "ratios", "rates", "unmasked", "instructions", "lora"):
+        path = RESULTS / f"fidelity_{name}.json"
+        if path.is_file():
+            lines += [*_study(json.loads(path.read_text())), ""]
+    return "\n".join(lines[:-1])
+
+
+def _study(result: dict) -> list[str]:
+    """One study as a table. Shares are of the full tuning with the same seed, in the main study if this one has none."""
+    cells = result["cells"]
+    full = {cell["seed"]: cell for cell in [*load("fidelity_masked.json")["cells"], *cells] if cell["group"] == "full"}
+    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("time", "sink", "ratios")
+    lines = [
+        f"{result['about']}; held-out loss {cells[0]['held_out_loss_before']:.3f} at the start:",
+        "",
+        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward | seconds a step |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for group in dict.fromkeys(cell["group"] for cell in cells):
+        members = [cell for cell in cells if cell["group"] == group]
+        shares = [_share(cell, full[cell["seed"]]) for cell in members if own and cell["seed"] in full]
+        seconds = statistics.median(cell["seconds_per_step"] for cell in members)
+        lines.append(
+            f"| {group} | {len(members)} | {members[0]['optimizer_steps']} | "
+            f"{_mean([cell['held_out_loss_after'] for cell in members], '.3f')} | "
+            f"{_mean([100 * share for share in shares], '.1f') + ' %' if shares else ''} | "
+            f"{members[0]['saved_mib']:.0f} MiB | {seconds:.1f} |"
+        )
+    return lines
+
+
+def _share(cell: dict, full: dict) -> float:
+    start = cell["held_out_loss_before"]
+    return (start - cell["held_out_loss_after"]) / (start - full["held_out_loss_after"])
+
+
+def _mean(values: list[float], digits: str) -> str:
+    """Mean, and standard deviation if there are several."""
+    text = f"{statistics.fmean(values):{digits}}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):{digits}}"
+
+
+def estimators() -> str:
+    """Cosine and relative error of the kept tokens' gradient, per rule."""
+    result = load("estimators.json")
+    lines = [
+        "| | cosine, one row | relative error, one row | cosine, sum of rows | norm, sum of rows |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, found in result["rules"].items():
+        lines.append(
+            f"| {name} | {found['row_cosine']:.2f} | {found['row_relative_error']:.2f} | {found['sum_cosine']:.2f} | "
+            f"{found['sum_relative_norm']:.2f} |"
+        )
+    rows = result["conditions"]["rows"]
+    return "\n".join(
+        [*lines, "", f"(`eval/estimators.py`: {rows} GSM8K rows, prompt masked; {where_measured(result)}.)"]
+    )
+
+
 def features() -> str:
     """What is tested and what is refused, as the tests' own parametrisation has it."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -147,6 +235,7 @@ def _refused_for(sentence: str) -> str:
 
 TABLES = {
     "conformance": conformance,
+    "estimates": estimates,
     "features": features,
     "headline": headline,
     "settings": settings,

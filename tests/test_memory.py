@@ -40,8 +40,8 @@ def saved_by_tokenseek(model, batch, **settings):
         selection = select(session.seek(batch, instances).scores(instances, config, 0), instances, config)
         assert selection.mask.sum() == K
         with SavedBytes(model) as saved:
-            session.ditch(batch, instances, selection)
             saved.add(*session.recorded())
+            session.ditch(batch, instances, selection)
     return saved.total
 
 

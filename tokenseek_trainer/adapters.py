@@ -23,11 +23,20 @@ def adapter_config(recipe: Recipe):
                 "Quantised weights cannot be trained themselves. Add a peft section, such as {method: lora, r: 8}."
             )
         return None
+    return peft_config(recipe.peft)
+
+
+def peft_config(settings: dict):
+    """A PEFT config from `method` ("lora", "dora" or "loha") and keyword arguments of its config class.
+
+    Raises:
+        ConfigError: PEFT is not installed, or an unknown method or setting.
+    """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("The recipe's peft section needs PEFT: pip install 'tokenseek-trainer[qlora]'")
     import peft
 
-    settings = dict(recipe.peft)
+    settings = dict(settings)
     method = settings.pop("method", None)
     if method not in METHODS:
         raise ConfigError(f"peft.method must be one of {METHODS}, got {method!r}.{closest(method, METHODS)}")

@@ -73,10 +73,14 @@ class DenseMask:
 
 @dataclass
 class LayerRecord:
-    """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them."""
+    """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them.
+
+    `uses` counts the calls of the module in the ditch pass; a checkpointed block calls it again in the backward.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
+    uses: int = 0
 
     @classmethod
     def of(cls, key, value, device: str) -> "LayerRecord":

@@ -1,6 +1,7 @@
 """The `tokenseek` command."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -81,6 +82,25 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--chat-template", action="store_true", help="ask through the model's chat template")
     evaluate.add_argument("-o", "--output", help="default: CHECKPOINT/eval_SUITE.json")
     evaluate.set_defaults(run=_evaluate)
+
+    estimate = commands.add_parser(
+        "estimate",
+        help="what memory a run will need, before it",
+        allow_abbrev=False,
+        description="Estimate the memory of a training step from the model's config alone: no weights, no GPU. Rows are full and "
+        "every position is supervised; what the device's own runtime and fragmentation take comes on top.",
+    )
+    estimate.add_argument("model", help="a recipe (.yaml), a folder, a config.json, a shipped config or a hub name")
+    estimate.add_argument("--seq", type=int, help="tokens of a row (default: 2048, or the recipe's)")
+    estimate.add_argument("--batch", type=int, help="rows of a micro-batch (default: 1, or the recipe's)")
+    estimate.add_argument("--ratio", type=float, help="fraction of tokens kept (default: 0.1, or the recipe's)")
+    estimate.add_argument("--scorer", help="default: gradient, or the recipe's")
+    estimate.add_argument("--method", help="full, lora, loha or qlora (default: full, or the recipe's)")
+    estimate.add_argument("--optim", help="optimizer, as TrainingArguments name it (default: adamw_torch_fused)")
+    estimate.add_argument("--dtype", help="of the weights: bf16, fp16 or fp32 (default: bf16)")
+    estimate.add_argument("--autocast", action="store_true", default=None, help="bfloat16 autocast (bf16: true)")
+    estimate.add_argument("--gpu-memory", help="e.g. 24GiB: also say what fits")
+    estimate.set_defaults(run=_estimate)
 
     sweep = commands.add_parser(
         "sweep",
@@ -167,6 +187,35 @@ def _evaluate(options, rest) -> None:
         print(f"{task:16} {entry['metric']:9} {entry['value']:6.2f}{error}  ({entry['questions']} questions)")
     limited = "  (limited: not a result)" if result["limited"] else ""
     print(f"{'average':26} {result['average']:6.2f}{limited}\nsaved to {output}")
+
+
+def _estimate(options, rest) -> None:
+    from .config import TokenSeekConfig
+    from .estimate import Plan, format_estimates, load_config, parse_bytes, plan_of_recipe
+    from .recipe import load_recipe
+
+    if options.model.endswith((".yaml", ".yml")):
+        plan = plan_of_recipe(load_recipe(options.model, rest))
+    else:
+        _refuse_rest(rest)
+        plan = Plan(load_config(options.model), TokenSeekConfig(), tokens=2048)
+    changes = {
+        "tokens": options.seq,
+        "batch": options.batch,
+        "method": options.method,
+        "optim": options.optim,
+        "dtype": options.dtype,
+        "autocast": options.autocast,
+    }
+    plan = dataclasses.replace(plan, **{k: v for k, v in changes.items() if v is not None})
+    method = {k: v for k, v in {"ratio": options.ratio, "scorer": options.scorer}.items() if v is not None}
+    plan = dataclasses.replace(plan, tokenseek=dataclasses.replace(plan.tokenseek, **method))
+    memory = parse_bytes(options.gpu_memory) if options.gpu_memory else None
+    print(
+        f"{options.model}: {plan.method}, {plan.batch} x {plan.tokens} tokens, {plan.dtype}, {plan.optim}, ratio "
+        f"{plan.tokenseek.ratio:g}; GiB per device\n"
+    )
+    print(format_estimates(plan, memory))
 
 
 def _sweep(options, rest) -> int:

@@ -15,6 +15,11 @@ CHUNK_LOGITS = 2**23  # logits held at once: 32 MiB in float32
 Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, s, V) logits
 
 
+def chunk_size(vocab_size: int) -> int:
+    """Positions that go through the head at once."""
+    return max(1, CHUNK_LOGITS // vocab_size)
+
+
 class TokenStatistics:
     """Sums over scored positions: entropy of the predictions (nats), correct top predictions, positions."""
 
@@ -62,7 +67,7 @@ def weighted_loss(
         hidden: (S, E); targets: (S,) int64; weights: (S,) float.
         statistics: is filled with those of these positions, unless None.
     """
-    chunk = max(1, CHUNK_LOGITS // vocab_size)
+    chunk = chunk_size(vocab_size)
     n_counted = 0
 
     def part(hidden, targets, weights, number):
@@ -95,7 +100,8 @@ def losses_and_gradient(
         losses (S,) and gradient (S, E) in hidden's dtype, None unless asked for. Nothing of them is attached to a graph.
     """
     losses, gradients = [], []
-    for h, t in zip(hidden.split(chunk := max(1, CHUNK_LOGITS // vocab_size)), targets.split(chunk), strict=True):
+    chunk = chunk_size(vocab_size)
+    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         h = h.detach().requires_grad_(need_gradient)
         with torch.set_grad_enabled(need_gradient):
             loss = token_losses(head, h, t, label_smoothing)

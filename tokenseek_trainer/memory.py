@@ -1,7 +1,12 @@
-"""Count what autograd keeps for the backward, in bytes of distinct storages."""
+"""Count tensors in bytes of distinct storages: what autograd keeps for the backward, and what is alive at once."""
+
+import weakref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 MIB = 2**20
@@ -21,7 +26,7 @@ class SavedBytes:
     """
 
     def __init__(self, model: nn.Module):
-        self._not_counted = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._not_counted = {_key(p) for p in model.parameters()}
         self._storages: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -39,14 +44,71 @@ class SavedBytes:
     def add(self, *tensors: torch.Tensor) -> None:
         """Count tensors that are kept for the backward by other means than autograd (recorded keys and values)."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._not_counted:
-                self._storages[storage.data_ptr()] = storage.nbytes()
+            if (key := _key(tensor)) not in self._not_counted:
+                self._storages[key] = tensor.untyped_storage().nbytes()
 
     @property
     def total(self) -> int:
         """Bytes of all storages counted so far."""
         return sum(self._storages.values())
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Tells storages apart; a tensor without data has no address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
+
+
+class LiveTensors(TorchDispatchMode):
+    """Context manager that follows every tensor made inside it until its storage is freed.
+
+    It works on any device, and on tensors without data. It slows each operation down, so it is not for timed runs. Memory that
+    a kernel allocates and frees within itself is not seen.
+
+    ```python
+    with LiveTensors(model) as live:
+        model(**batch).loss.backward()
+    live.peak  # bytes, the model's weights not included
+    ```
+
+    Args:
+        model: its weights and buffers do not count.
+        others: tensors that do not count either, such as the optimizer's state.
+
+    Attributes:
+        now: bytes alive now.
+        history: bytes alive after each allocation.
+    """
+
+    def __init__(self, model: nn.Module, others=()):
+        super().__init__()
+        weights = (*model.parameters(), *model.buffers(), *others)
+        self._known = {t.untyped_storage()._cdata: 0 for t in weights}  # they exist anyway
+        self.now = 0
+        self.history: list[int] = []
+
+    @property
+    def peak(self) -> int:
+        """Greatest sum of bytes alive at once."""
+        return max(self.history, default=0)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage())
+        return output
+
+    def _follow(self, storage) -> None:
+        if storage._cdata in self._known:
+            return
+        self._known[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.history.append(self.now)
+        weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._known.pop(key)
 
 
 def peak_device_bytes(device: torch.device) -> int | None:

@@ -34,23 +34,20 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
         return None
     with _watching(session, instances.ids.shape) as ordinary:
         session.seek(inputs, instances, scoring=False)
+    dtypes = {tensor.dtype for tensor in session.recorded()}
     with _watching(session, selection.mask.shape) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
         try:
             session.ditch(inputs, instances, selection)
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            AssertionError,
-            IndexError,
-        ) as error:  # shapes that do not fit: somewhere the model counts on seeing all tokens
+        except (RuntimeError, AssertionError, IndexError) as error:  # somewhere it counts on seeing all tokens
             raise SelfCheckError(
                 f"The {session.structure.model_type!r} model does not run on a part of its tokens "
                 f"({type(error).__name__}: {error}). {ADVICE}"
             ) from error
     ordinary = [selection.gather(hidden)[selection.mask] for hidden in ordinary]
     ditched = [hidden[selection.mask] for hidden in ditched]
-    dtypes = {hidden.dtype for hidden in ordinary} | {tensor.dtype for tensor in session.recorded()}
+    dtypes |= {hidden.dtype for hidden in ordinary}
     if session.implementation == "eager":
         dtypes.add(
             torch.float32

@@ -86,7 +86,7 @@ class TokenSeekSession:
 
     def __enter__(self) -> "TokenSeekSession":
         lm, decoder, outer = self.structure.lm, self.structure.decoder, self.structure.outer
-        uses_checkpointing(lm)
+        self._uses = 2 if uses_checkpointing(lm) else 1
         undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
             if self.structure.attention_by_hand:
@@ -190,7 +190,7 @@ class TokenSeekSession:
             return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
-        """The keys and values that the last seek left, (B, G, n, D) each."""
+        """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them."""
         return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
 
     # ---- what the model calls ----
@@ -332,7 +332,13 @@ class TokenSeekSession:
         self.records[self._call_of(module)] = LayerRecord.of(key, value, self.config.kv_store)
 
     def _splice(self, module, key, value):
-        record = self.records[self._call_of(module)]
+        call = self._call_of(module)
+        record = self.records[call]
+        record.uses += 1
+        if (
+            record.uses == self._uses
+        ):  # then only autograd holds it, and frees it when the backward has passed the block
+            del self.records[call]
         return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
 
     def _enter_block(self, block, args) -> None:

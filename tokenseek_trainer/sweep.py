@@ -122,9 +122,8 @@ def sweep(
             print(f"{progress}: failed ({folder / cell.name / LOG_NAME}): {problem}", flush=True)
             failed.append(cell.name)
             continue
-        write_report(folder, [folder / cell.name for cell in cells])
-    if finished and not failed:
-        write_report(folder, [folder / cell.name for cell in cells])
+        write_report(folder, cells)
+    write_report(folder, cells)
     return failed
 
 
@@ -215,18 +214,19 @@ def _record(cell: Cell, plan: dict, run: Path) -> dict:
 # ---- what a sweep shows ----
 
 
-def write_report(folder: Path, cell_folders: list[Path]) -> None:
+def read_cells(folder: Path, cells: list[Cell]) -> list[dict]:
+    """The records of the cells that are finished."""
+    paths = [folder / cell.name / CELL_NAME for cell in cells]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+
+
+def write_report(folder: Path, cells: list[Cell]) -> None:
     """Write table.md, sweep.json and, with matplotlib installed, loss.svg and memory.svg."""
-    records = [
-        json.loads((path / CELL_NAME).read_text(encoding="utf-8"))
-        for path in cell_folders
-        if (path / CELL_NAME).is_file()
-    ]
-    if not records:
-        return
-    save_result({"benchmark": "sweep", "cells": records, **provenance()}, folder / "sweep.json")
-    (folder / "table.md").write_text(table(records) + "\n", encoding="utf-8")
-    plots(records, folder)
+    records = read_cells(folder, cells)
+    if records:
+        save_result({"benchmark": "sweep", "cells": records, **provenance()}, folder / "sweep.json")
+        (folder / "table.md").write_text(table(records) + "\n", encoding="utf-8")
+        plots(records, folder)
 
 
 def groups(records: list[dict]) -> dict[str, list[dict]]:

@@ -193,6 +193,8 @@ class TokenSeekMixin:
                 scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
             )
         with self._training_log.counting(self.model) as saved:
+            if saved is not None:
+                saved.add(*session.recorded())
             loss = session.ditch(
                 inputs,
                 instances,
@@ -201,8 +203,6 @@ class TokenSeekMixin:
                 label_smoothing=smoothing,
                 statistics=self._statistics(),
             )
-            if saved is not None:
-                saved.add(*session.recorded())
         full_loss = found.loss_sum
         if full_loss is not None:
             n_here = instances.n_supervised.sum().clamp(min=1) * self._accumulation

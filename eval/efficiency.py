@@ -1,0 +1,296 @@
+"""Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
+
+    python eval/efficiency.py --output eval/results/efficiency.json           all (under 25 minutes on two cores)
+    python eval/efficiency.py --quick --output ...                            a few minutes
+    python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
+
+Per case: bytes kept for the backward; the greatest sum of live tensors above weights, gradients and optimizer state; peak of the
+process or device; seconds per step and of each part of it; tokens per second. Random weights (cost does not depend on values), full
+rows, everything supervised, AdamW. One round measures every case once, in steps that are timed and one that is counted.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tokenseek_trainer import TokenSeekConfig
+from tokenseek_trainer.estimate import load_config
+from tokenseek_trainer.memory import LiveTensors, SavedBytes, peak_device_bytes, peak_process_bytes
+from tokenseek_trainer.provenance import provenance
+from tokenseek_trainer.selection import select
+from tokenseek_trainer.session import TokenSeekSession
+
+
+RANDOM = {"scorer": "random", "selection": "topk", "sink_tokens": 0}
+METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
+    "Trainer": (None, False),
+    "Trainer + checkpointing": (None, True),
+    "TokenSeek": ({}, False),
+    "TokenSeek + checkpointing": ({}, True),
+    "random tokens": (RANDOM, False),
+    "the paper's scores": (
+        {"scorer": "tokenseek", "selection": "topk", "select_from": "all", "sink_tokens": 0},
+        False,
+    ),
+}
+PARTS = ("seek", "ditch forward", "backward", "optimizer")
+
+
+def shape(name: str, blocks: int | None):
+    """A shipped config, cut to some blocks."""
+    config = load_config(name)
+    if blocks is not None:
+        config.num_hidden_layers = blocks
+    return config
+
+
+def plan(quick: bool, device: str, toy: bool) -> list[dict]:
+    """The groups of cases: those of one group share model, rows and length, and take turns."""
+    both, main = list(METHODS), ["Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing"]
+    if device == "cuda" or toy:
+        cases = [
+            ("qwen2.5-0.5b", "full", (1024, 8192), main),
+            ("llama-3.2-1b", "full", (1024, 8192), both),
+            ("llama-3.2-1b", "lora", (1024, 8192), main),
+            ("llama-3.2-3b", "full", (1024, 4096), main),
+        ]
+        if toy:
+            cases = [("smollm2-135m", "full", (64, 128), both), ("smollm2-135m", "lora", (64,), main)]
+        blocks = 2 if toy else None
+        return [
+            {"model": m, "blocks": blocks, "rows": 1, "tokens": n, "ratio": 0.1, "adapter": a, "methods": methods}
+            for m, a, lengths, methods in cases
+            for n in lengths
+        ]
+    small = {"model": "smollm2-135m", "blocks": None, "ratio": 0.1, "adapter": "full"}
+    groups = [{**small, "rows": 1, "tokens": 1024, "methods": both}]
+    if quick:
+        return [{**small, "blocks": 6, "rows": 1, "tokens": n, "methods": main} for n in (256, 1024)]
+    groups += [{**small, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 4096))]
+    groups += [
+        {**small, "rows": 1, "tokens": 1024, "ratio": r, "methods": ["TokenSeek"]}
+        for r in (0.05, 0.2, 0.3, 0.5, 0.999)
+    ]
+    groups += [{**small, "rows": 1, "tokens": 1024, "adapter": "lora", "methods": main}]
+    groups += [{**small, "model": "llama-3.2-1b", "blocks": 4, "rows": 1, "tokens": 1024, "methods": main}]
+    return groups
+
+
+# ---- one case, in its own process ----
+
+
+class Case:
+    """A model with everything that a step needs."""
+
+    def __init__(self, group: dict, method: str, device: str, dtype: torch.dtype):
+        settings, checkpointing = METHODS[method]
+        self.config = None if settings is None else TokenSeekConfig(ratio=group["ratio"], **settings)
+        self.device = torch.device(device)
+        torch.manual_seed(0)
+        config = shape(group["model"], group["blocks"])
+        with self.device:  # random numbers for a billion weights take long on a CPU
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        if group["adapter"] == "lora":
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            if group["adapter"] != "full":
+                model.enable_input_require_grads()
+        self.model = model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        tokens = torch.randint(0, config.vocab_size, (group["rows"], group["tokens"]), device=self.device)
+        self.batch = {"input_ids": tokens, "labels": tokens.clone()}
+        self.seconds = {part: [] for part in PARTS}
+        self.saved = self.keys_values = 0
+
+    def step(self, number: int, counts: bool = False) -> None:
+        """One optimizer step; with `counts` the saved bytes are counted (and the time is not to be used)."""
+        session = nullcontext() if self.config is None else TokenSeekSession(self.model, self.config)
+        counting = SavedBytes(self.model) if counts else nullcontext()
+        self.optimizer.zero_grad()
+        with session:
+            clock = _Clock(self.device)
+            if self.config is not None:
+                instances = session.instances(self.batch)
+                found = session.seek(self.batch, instances)
+                scores = found.scores(instances, self.config, number)
+                selection = select(scores, instances, self.config, step=number)
+                self.keys_values = sum(t.untyped_storage().nbytes() for t in session.recorded())
+                clock.stop(self.seconds["seek"])
+            with counting as saved:
+                if self.config is None:
+                    loss = self.model(**self.batch, use_cache=False).loss
+                else:
+                    if counts:
+                        saved.add(*session.recorded())
+                    loss = session.ditch(self.batch, instances, selection)
+            if counts:
+                self.saved = saved.total
+            clock.stop(self.seconds["ditch forward"])
+            loss.backward()
+            clock.stop(self.seconds["backward"])
+        self.optimizer.step()
+        clock.stop(self.seconds["optimizer"])
+
+    def measure(self, steps: int) -> dict:
+        """Warm up, count once, time `steps` steps."""
+        self.step(0)
+        live_peak = self._live_peak()
+        self.seconds = {part: [] for part in PARTS}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for number in range(1, steps + 1):
+            self.step(number)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return {
+            "seconds": {part: values for part, values in self.seconds.items() if values},
+            "saved_bytes": self.saved,
+            "keys_values_bytes": self.keys_values,
+            "parameter_bytes": sum(p.nbytes for p in self.model.parameters()),
+            "gradient_bytes": sum(p.nbytes for p in trained),
+            "optimizer_bytes": sum(t.nbytes for state in self.optimizer.state.values() for t in state.values()),
+            "live_peak_bytes": live_peak,
+            "peak_device_bytes": peak_device_bytes(self.device),
+            "peak_process_bytes": peak_process_bytes(),
+        }
+
+    def _live_peak(self) -> int | None:
+        """Live tensors above the weights and optimizer state; the device's own count is better where there is one."""
+        if self.device.type == "cuda":
+            self.step(0, counts=True)
+            return None
+        held = [t for state in self.optimizer.state.values() for t in state.values()]
+        with LiveTensors(self.model, held) as live:
+            self.step(0, counts=True)
+        return live.peak
+
+
+class _Clock:
+    def __init__(self, device):
+        self.device = device
+        self.last = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def stop(self, into: list) -> None:
+        now = self._now()
+        into.append(now - self.last)
+        self.last = now
+
+
+# ---- all cases ----
+
+
+def run_case(group, method, options) -> dict | None:
+    """Measure: on a CPU in a new process, whose peak is the case's own. None if it ran out of memory."""
+    if options.device != "cpu":
+        return run_here(group, method, options)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        order = {
+            "group": group,
+            "method": method,
+            "device": options.device,
+            "steps": options.steps,
+            "answer": str(answer),
+        }
+        process = subprocess.run([sys.executable, __file__, "--case", json.dumps(order)])
+        if answer.is_file():
+            return json.loads(answer.read_text())
+        print(f"  no result (exit code {process.returncode})", flush=True)
+        return None
+
+
+def run_here(group, method, options) -> dict | None:
+    try:
+        return Case(group, method, options.device, torch.bfloat16).measure(options.steps)
+    except torch.OutOfMemoryError as error:
+        print(f"  no result ({str(error).splitlines()[0]})", flush=True)
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def case_main(order: dict) -> None:
+    result = Case(order["group"], order["method"], order["device"], torch.float32).measure(order["steps"])
+    Path(order["answer"]).write_text(json.dumps(result))
+
+
+def merged(rounds: list[dict]) -> dict:
+    """One case's rounds as one record: all seconds together, with their median and 20th and 80th percentile."""
+    seconds = {part: [value for r in rounds for value in r["seconds"][part]] for part in rounds[0]["seconds"]}
+    totals = [sum(values) for values in zip(*seconds.values(), strict=True)]
+    fifths = statistics.quantiles(totals, n=5, method="inclusive") if len(totals) > 1 else totals * 4
+    return {
+        **{key: value for key, value in rounds[-1].items() if key != "seconds"},
+        "seconds_median": statistics.median(totals),
+        "seconds_p20": fifths[0],
+        "seconds_p80": fifths[-1],
+        "parts_median": {part: statistics.median(values) for part, values in seconds.items()},
+        "timed_steps": len(totals),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--quick", action="store_true", help="6 blocks, 256 and 1024 tokens")
+    parser.add_argument(
+        "--toy", action="store_true", help="the cases of a GPU machine at toy sizes, to try the script"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=2, help="how often every case takes its turn")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        case_main(json.loads(options.case))
+        return
+    if options.output is None:
+        parser.error("--output is required")
+    groups = plan(options.quick, options.device, options.toy)
+    done: list[dict] = []
+    for group in groups:
+        found: dict[str, list] = {method: [] for method in group["methods"]}
+        for _ in range(options.rounds):
+            for method in group["methods"]:
+                print(
+                    f"{group['model']} {group['adapter']} {group['rows']} x {group['tokens']} r={group['ratio']}  {method}",
+                    flush=True,
+                )
+                if (result := run_case(group, method, options)) is not None:
+                    found[method].append(result)
+        cases = {method: merged(rounds) if rounds else None for method, rounds in found.items()}
+        done.append({**{key: value for key, value in group.items() if key != "methods"}, "cases": cases})
+        result = {
+            "benchmark": "efficiency",
+            "conditions": {
+                "dtype": "float32" if options.device == "cpu" else "bfloat16", "optimizer": "AdamW, fused", "seed": 0,
+                "supervised": "all tokens", "rounds": options.rounds, "steps": options.steps, "quick": options.quick,
+            },
+            "groups": done,
+            **provenance(),
+        }  # fmt: skip
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Does a model trained on a tenth of its tokens come out as good? Learning curves of SmolLM2-135M under selection rules.
+
+    python eval/fidelity.py masked rates         run what is missing of these studies (hours for all), write their results
+    python eval/fidelity.py --list               what there is
+
+Each study is a sweep (`tokenseek sweep`) over a recipe in eval/fidelity: one process at a time, float32, finished cells skipped.
+Needs the model of the quickstart (`make runs/models/SmolLM2-135M-Instruct/config.json`).
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenseek_trainer.evaluation import save_result
+from tokenseek_trainer.sweep import grid, read_cells, sweep
+
+
+HERE = Path(__file__).resolve().parent
+RANDOM = "--scorer random --selection topk --select_from all --sink_tokens 0"
+PAPER = "--scorer tokenseek --selection topk --select_from all --sink_tokens 0"
+MAIN = {"full": "--ratio 1.0", "default": "", "random": RANDOM, "paper": PAPER}
+LORA = "--peft.method lora --peft.r 8 --peft.lora_alpha 16 --peft.target_modules all-linear"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep: `settings` for all cells, `cases` for the points, and what a reader should know."""
+
+    about: str
+    cases: dict[str, str]
+    recipe: str = "gsm8k"
+    settings: str = "--learning_rate 1e-4"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    suite: str | None = None
+    evaluation: tuple[str, ...] = field(default=())
+
+    def cells(self):
+        return grid(self.settings.split(), list(self.seeds), self.cases)
+
+
+STUDIES = {
+    "masked": Study("GSM8K, prompt masked", MAIN),
+    "time": Study(
+        "GSM8K, prompt masked: the steps that the default makes in full tuning's time",
+        {"default, twice the steps": "--num_train_epochs 2"},
+    ),
+    "sink": Study("GSM8K, prompt masked: the first token ditched or kept", {"sink": "--sink_tokens 1"}),
+    "rates": Study(
+        "GSM8K, prompt masked: learning rates",
+        {
+            f"{name} {rate}": f"{settings} --learning_rate {rate}"
+            for rate in ("5e-5", "1e-4", "2e-4")
+            for name, settings in (("full", "--ratio 1.0"), ("default", ""))
+        },
+        settings="",
+        seeds=(0,),
+    ),
+    "ratios": Study(
+        "GSM8K, prompt masked: how many tokens are kept",
+        {f"ratio {ratio}": f"--ratio {ratio}" for ratio in (0.05, 0.2, 0.3)},
+        seeds=(0,),
+    ),
+    "unmasked": Study(
+        "GSM8K, all tokens supervised", MAIN, settings="--learning_rate 1e-4 --train_on_prompt true", seeds=(0,)
+    ),
+    "instructions": Study("instructions of mixed sources, prompt masked", MAIN, recipe="instructions", seeds=(0,)),
+    "lora": Study("GSM8K, LoRA of rank 8", MAIN, settings=f"--learning_rate 4e-4 {LORA}", seeds=(0,)),
+}
+
+
+def compact(cell: dict) -> dict:
+    """What the tables need of a cell."""
+    kept = (
+        "optimizer_steps",
+        "held_out_loss_before",
+        "held_out_loss_after",
+        "saved_mib",
+        "kept_fraction",
+        "seconds_per_step",
+    )
+    curve = [point for point in cell["curve"] if "eval_loss" in point]
+    return {
+        "group": cell["group"],
+        "seed": cell["seed"],
+        **{key: cell["summary"][key] for key in kept},
+        "curve": [[point["step"], point["eval_loss"]] for point in curve],
+        "tokenseek": cell["plan"]["recipe"]["tokenseek"],
+        "learning_rate": cell["plan"]["recipe"]["training"]["learning_rate"],
+        "commit": cell["commit"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", default=[])
+    parser.add_argument("--folder", type=Path, default=Path("runs/fidelity"), help="where the cells go")
+    parser.add_argument("--collect", action="store_true", help="run nothing, write the results of the finished cells")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.list or not options.studies:
+        print("\n".join(f"{name:14} {len(study.cells()):3} cells   {study.about}" for name, study in STUDIES.items()))
+        return 0
+    failed = []
+    for name in options.studies:
+        study = STUDIES[name]
+        folder = options.folder / name
+        if not options.collect:
+            failed += sweep(
+                HERE / "fidelity" / f"{study.recipe}.yaml",
+                study.cells(),
+                folder,
+                suite=study.suite,
+                evaluation=study.evaluation,
+            )
+        cells = read_cells(folder, study.cells())
+        if cells:
+            result = {
+                "benchmark": "fidelity",
+                "study": name,
+                "about": study.about,
+                "cells": [compact(cell) for cell in cells],
+            }
+            save_result(
+                {**result, "versions": cells[0]["versions"], "hardware": cells[0]["hardware"]},
+                HERE / "results" / f"fidelity_{name}.json",
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The scripts of eval/ at toy sizes: they run, and what they count is what there is."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from workspace import make_workspace
+
+from tokenseek_trainer.estimate import Plan, load_config
+from tokenseek_trainer.recipe import load_recipe
+from tokenseek_trainer.sweep import CELL_NAME
+
+
+EVAL = Path(__file__).parent.parent / "eval"
+
+
+def script(name):
+    return runpy.run_path(str(EVAL / f"{name}.py"))
+
+
+def run_main(name, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(EVAL / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("method", ["Trainer", "TokenSeek", "TokenSeek + checkpointing"])
+def test_efficiency_counts_what_the_estimate_gives(method):
+    benchmark = script("efficiency")
+    group = {"model": "smollm2-135m", "blocks": 2, "rows": 2, "tokens": 64, "ratio": 0.25, "adapter": "full"}
+    result = benchmark["Case"](group, method, "cpu", torch.float32).measure(steps=2)
+    settings, checkpointing = benchmark["METHODS"][method]
+    plan = Plan(load_config("smollm2-135m"), benchmark["TokenSeekConfig"](ratio=0.25), 64, 2, dtype="fp32")
+    plan.config.num_hidden_layers = 2
+    case = ("ordinary" if settings is None else "TokenSeek") + (" + checkpointing" if checkpointing else "")
+    expected = plan.estimate(case)
+    assert result["saved_bytes"] == pytest.approx(expected.saved, rel=0.05)
+    assert result["parameter_bytes"] == pytest.approx(expected.parameters, rel=1e-4)
+    assert result["gradient_bytes"] == expected.gradients
+    assert result["optimizer_bytes"] == pytest.approx(expected.optimizer, rel=1e-4)
+    assert result["live_peak_bytes"] == pytest.approx(
+        expected.peak - expected.parameters - expected.optimizer, rel=0.1
+    )
+    parts = set(result["seconds"])
+    assert parts == {"ditch forward", "backward", "optimizer"} | ({"seek"} if settings is not None else set())
+    assert all(len(values) == 2 and min(values) > 0 for values in result["seconds"].values())
+
+
+def test_rounds_of_a_case_become_one_record():
+    merged = script("efficiency")["merged"]
+    rounds = [{"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7} for _ in range(2)]
+    found = merged(rounds)
+    assert found["seconds_median"] == 4.5 and found["timed_steps"] == 4 and found["saved_bytes"] == 7
+    assert found["parts_median"] == {"seek": 1.5, "backward": 3.0}
+
+
+def test_the_plan_of_a_gpu_machine_and_its_toy_run_the_same_methods():
+    plan = script("efficiency")["plan"]
+    toy, gpu = plan(False, "cpu", toy=True), plan(False, "cuda", toy=False)
+    assert {m for group in toy for m in group["methods"]} == {m for group in gpu for m in group["methods"]}
+    assert {group["adapter"] for group in toy} == {group["adapter"] for group in gpu}
+
+
+def test_estimators_measure_bias_and_noise(monkeypatch, tmp_path):
+    workspace = make_workspace(tmp_path)
+    run_main(
+        "estimators",
+        monkeypatch,
+        "--rows",
+        2,
+        "--output",
+        tmp_path / "out.json",
+        "--",
+        "--model.name",
+        workspace / "model",
+    )
+    rules = json.loads((tmp_path / "out.json").read_text())["rules"]
+    assert {"the paper's rule", "random tokens"} <= set(rules)
+    for found in rules.values():
+        assert -1 <= found["row_cosine"] <= 1 + 1e-6 and -1 <= found["sum_cosine"] <= 1 + 1e-6
+        assert found["row_relative_error"] > 0
+    assert (
+        rules["sampled by gradient, ratio 0.3"]["row_cosine"] > rules["sampled by gradient, ratio 0.05"]["row_cosine"]
+    )
+
+
+def test_estimators_compare_by_the_formulas():
+    cosine, error = script("estimators")["compare"](torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]))
+    assert cosine == pytest.approx(24 / 25) and error == pytest.approx(2**0.5 / 5)
+
+
+def test_every_study_is_a_valid_grid_of_its_recipe():
+    fidelity = script("fidelity")
+    for study in fidelity["STUDIES"].values():
+        assert (EVAL / "fidelity" / f"{study.recipe}.yaml").is_file()
+        names = [cell.name for cell in study.cells()]
+        assert len(set(names)) == len(names) == len(study.cases) * len(study.seeds)
+        for cell in study.cells():
+            load_recipe(EVAL / "fidelity" / f"{study.recipe}.yaml", list(cell.settings))
+
+
+def test_fidelity_collects_finished_cells_only(monkeypatch, tmp_path):
+    fidelity = script("fidelity")
+    study = fidelity["STUDIES"]["masked"]
+    cell = {
+        "group": "full", "seed": 0, "commit": "abc", "versions": {}, "hardware": {},
+        "summary": dict.fromkeys(
+            ("optimizer_steps", "held_out_loss_before", "held_out_loss_after", "saved_mib", "kept_fraction", "seconds_per_step"), 1.0
+        ),
+        "curve": [{"step": 0, "eval_loss": 2.0}, {"step": 5, "loss": 1.5}, {"step": 9, "eval_loss": 1.0}],
+        "plan": {"recipe": {"tokenseek": {}, "training": {"learning_rate": 1e-4}}},
+    }  # fmt: skip
+    (tmp_path / study.cells()[0].name).mkdir()
+    (tmp_path / study.cells()[0].name / CELL_NAME).write_text(json.dumps(cell))
+    (found,) = fidelity["read_cells"](tmp_path, study.cells())
+    assert fidelity["compact"](found)["curve"] == [[0, 2.0], [9, 1.0]]

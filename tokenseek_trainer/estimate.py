@@ -1,0 +1,501 @@
+"""What a training step needs, before any run: the real code on tensors that have a shape and no data.
+
+The model is built from its config with fake tensors, and one whole step (both passes and the backward) runs on them while every
+storage is counted. So nothing here knows an architecture, and a step that the library cannot run cannot be estimated either.
+
+A model of many equal blocks is run at two small depths, and the rest follows: bytes are linear in the depth.
+"""
+
+import contextlib
+import copy
+import json
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from . import session
+from .adapters import peft_config
+from .config import TokenSeekConfig
+from .errors import ConfigError, closest
+from .instances import Instances
+from .losses import chunk_size
+from .memory import LiveTensors, SavedBytes
+from .selection import TokenSelection
+from .structure import inspect_model
+
+
+CONFIGS = Path(__file__).parent / "configs"
+METHODS = ("full", "lora", "loha", "qlora")
+DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+          "fp32": torch.float32, "float32": torch.float32}  # fmt: skip
+# Bytes of optimizer state per trained element of s bytes.
+OPTIMIZERS = {
+    "adamw_torch_fused": lambda s: 2 * s,
+    "adamw_torch": lambda s: 2 * s,
+    "adamw_8bit": lambda s: 2 + 2 * 4 / 256,  # two bytes, and a float32 scale per block of 256
+    "adamw_bnb_8bit": lambda s: 2 + 2 * 4 / 256,
+    "lion_8bit": lambda s: 1 + 4 / 256,
+    "paged_adamw_8bit": lambda s: 0,  # in host memory, unless there is room
+    "paged_adamw_32bit": lambda s: 0,
+    "sgd": lambda s: 0,
+}  # fmt: skip
+ADAPTER = {"r": 8, "target_modules": "all-linear"}
+FOUR_BIT_BLOCK, SCALE_BLOCK = 64, 256  # NF4 with double quantisation
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one training step.
+
+    Attributes:
+        parameters: all weights and buffers.
+        gradients: of the trained weights.
+        optimizer: state of the optimizer.
+        saved: what one micro-batch keeps for the backward: by autograd, and recorded keys and values.
+        keys_values: the recorded keys and values alone (0 in ordinary training).
+        peak: greatest sum of all live tensors at any moment, weights and optimizer state included.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    keys_values: float
+    peak: float
+
+
+def load_config(name: str):
+    """A model's config from a folder, a config.json, a model that ships with this library, or the hub.
+
+    Raises:
+        ConfigError: none of them has it.
+    """
+    path = Path(name)
+    shipped = {file.stem: file for file in CONFIGS.glob("*.json")}
+    key = name.rsplit("/", 1)[-1].lower()
+    if path.suffix == ".json" and path.is_file():
+        return _read_config(path)
+    if (path / "config.json").is_file():
+        return _read_config(path / "config.json")
+    if key in shipped:
+        return _read_config(shipped[key])
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"No config of {name!r}: not a folder, not a config.json, not on the hub ({str(error).splitlines()[0]}). Without "
+            f"network these are known: {', '.join(sorted(shipped))}.{closest(key, shipped)}"
+        ) from None
+
+
+def _read_config(path: Path):
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if "model_type" not in settings:
+        raise ConfigError(f"{path} has no model_type, so it is not the config of a transformers model.")
+    return AutoConfig.for_model(**settings)
+
+
+def estimate(
+    config,
+    *,
+    tokens: int,
+    batch: int = 1,
+    tokenseek: TokenSeekConfig | None = None,
+    method: str = "full",
+    dtype: str = "bf16",
+    optim: str = "adamw_torch_fused",
+    checkpointing: bool = False,
+    autocast: bool = False,
+    adapter: dict | None = None,
+) -> MemoryEstimate:
+    """The memory of one training step with every row full and every position supervised.
+
+    Args:
+        config: a transformers config.
+        tokens: tokens of a row.
+        batch: rows of a micro-batch.
+        tokenseek: the settings; None, or ratio 1.0: ordinary training.
+        method: "full", "lora", "loha", or "qlora" (NF4 with double quantisation; other weights float32, as PEFT makes them).
+        dtype: of the weights: bf16, fp16 or fp32.
+        optim: as transformers' TrainingArguments name it.
+        checkpointing: activation checkpointing of every block.
+        autocast: bfloat16 autocast around the forward (`bf16: true` of the training arguments).
+        adapter: keyword arguments of the PEFT config; None for rank 8 on all linear layers.
+
+    Raises:
+        ConfigError: a value is outside the choices.
+        UnsupportedModelError: the step asks for tensors' values (experts chosen by a router), or the model is refused anyway.
+    """
+    _check(tokens, batch, method, dtype, optim)
+    ordinary = tokenseek is None or tokenseek.ratio == 1.0
+    build = _Builder(config, method, DTYPES[dtype], checkpointing, adapter)
+    depth, period = build.depth_and_period()
+
+    def measure(n_blocks):
+        with FakeTensorMode(allow_non_fake_inputs=True), _masks_as_in_a_run(), _few_chunks():
+            model, casting = build(n_blocks), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+            return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
+
+    if 4 * period >= depth:
+        return _sum_up(measure(depth))
+    low, high = measure(3 * period), measure(4 * period)
+    more = (depth - 3 * period) / period
+    return _sum_up({name: low[name] + (high[name] - low[name]) * more for name in low})
+
+
+def _sum_up(measured: dict[str, float]) -> MemoryEstimate:
+    """The peak is that of the worst phase; each phase by itself is linear in the depth."""
+    phases = [value for name, value in measured.items() if name.startswith("peak ")]
+    values = {f.name: round(measured[f.name]) for f in fields(MemoryEstimate) if f.name != "peak"}
+    return MemoryEstimate(**values, peak=values["parameters"] + values["optimizer"] + round(max(phases)))
+
+
+def _check(tokens, batch, method, dtype, optim) -> None:
+    for name, value in (("tokens", tokens), ("batch", batch)):
+        if value < 1:
+            raise ConfigError(f"{name} must be an integer >= 1, got {value}.")
+    for name, value, allowed in (("method", method, METHODS), ("dtype", dtype, DTYPES), ("optim", optim, OPTIMIZERS)):
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{closest(value, allowed)}")
+
+
+class _Builder:
+    """Builds the model, with adapters and 4-bit weights if the method has them, at any depth."""
+
+    def __init__(self, config, method, dtype, checkpointing, adapter):
+        self.config, self.method, self.dtype = config, method, dtype
+        self.checkpointing, self.adapter = checkpointing, adapter
+
+    def __call__(self, n_blocks: int) -> nn.Module:
+        config = copy.deepcopy(self.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = n_blocks
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:n_blocks]
+        with torch.device("meta"):  # PEFT converts weights in ways that fake tensors do not allow
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).train()
+            if self.method == "qlora":
+                _quantize(model, self.dtype)
+            if self.method != "full":
+                import peft
+
+                settings = {"method": self.method.removeprefix("q"), **(self.adapter or ADAPTER)}
+                model = peft.get_peft_model(model, peft_config(settings))
+        _on_cpu(model)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            if self.method != "full":
+                model.enable_input_require_grads()
+        return model
+
+    def depth_and_period(self) -> tuple[int, int]:
+        """The number of blocks, and after how many they repeat."""
+        depth = self.config.get_text_config().num_hidden_layers
+        layer_types = getattr(self.config.get_text_config(), "layer_types", None) or [None] * depth
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        with FakeTensorMode():
+            blocks = inspect_model(_on_cpu(model)).blocks
+        kinds = [
+            (layer_types[i], tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
+            for i, block in enumerate(blocks)
+        ]
+        period = next(p for p in range(1, depth + 1) if all(kinds[i] == kinds[i % p] for i in range(depth)))
+        return depth, period
+
+
+def _measure(
+    model, casting, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str
+) -> dict[str, float]:
+    """The fields of `MemoryEstimate`, with a peak for each phase of the step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
+    step = _ordinary_step if tokenseek is None else _tokenseek_step
+    with LiveTensors(model) as live, _AnswersWithoutData():
+        saved, keys_values, phases = step(model, live, casting, tokens, batch, tokenseek)
+    return {
+        "parameters": sum(storage.nbytes() for storage in storages.values()),
+        "gradients": sum(p.numel() * p.element_size() for p in trained),
+        "optimizer": sum(p.numel() * OPTIMIZERS[optim](p.element_size()) for p in trained),
+        "saved": saved,
+        "keys_values": keys_values,
+        **phases,
+    }
+
+
+def _ordinary_step(model, live, casting, tokens, batch, _):
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    with SavedBytes(model) as saved, casting:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return saved.total, 0, _backward(loss, live, {})
+
+
+def _tokenseek_step(model, live, casting, tokens, batch, config):
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    ones = torch.ones(batch, dtype=torch.long)
+    instances = Instances(ids=ids, position_ids=ids, targets=ids, n_tokens=ones, n_supervised=ones, keys=ones)
+    k = min(tokens, max(config.min_tokens, round(config.ratio * tokens)))
+    weights = torch.ones(batch, k, dtype=torch.float64)
+    selection = TokenSelection(ids[:, :k], torch.ones(batch, k, dtype=torch.bool), weights)
+    with session.TokenSeekSession(model, config) as passes:
+        with casting:
+            passes.seek({"input_ids": ids}, instances)
+        phases = {"peak seek": live.peak}
+        keys_values = sum(tensor.untyped_storage().nbytes() for tensor in passes.recorded())
+        with SavedBytes(model) as saved, casting:
+            saved.add(*passes.recorded())
+            loss = passes.ditch({"input_ids": ids}, instances, selection)
+        phases = _backward(loss, live, phases)
+    return saved.total, keys_values, phases
+
+
+def _backward(loss, live, phases: dict) -> dict:
+    """Going back, activations go and gradients come, so either end can be the worst moment."""
+    start = len(live.history)
+    loss.backward()
+    forward, backward = live.history[:start], live.history[start:]
+    half = len(backward) // 2
+    ends = {"peak backward, first half": max(backward[:half]), "peak backward, second half": max(backward[half:])}
+    return {**phases, "peak forward": max(forward), **ends}
+
+
+# ---- tensors without data ----
+
+
+@contextlib.contextmanager
+def _masks_as_in_a_run():
+    """transformers builds masks that a run would not need when it sees a fake tensor, in case values would ask for them."""
+    before, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = before
+
+
+@contextlib.contextmanager
+def _few_chunks():
+    """Let the head see two chunks of positions: the others would need the same memory after them, and much time."""
+    exact = session.losses_and_gradient, session.weighted_loss
+
+    def losses_and_gradient(head, hidden, targets, vocab_size, smoothing, need_gradient):
+        n = min(len(hidden), 2 * chunk_size(vocab_size))
+        rest = hidden.new_empty(len(hidden) - n, hidden.shape[1] if need_gradient else 0)
+        losses, gradient = exact[0](head, hidden[:n], targets[:n], vocab_size, smoothing, need_gradient)
+        losses = torch.cat([losses, losses.new_empty(len(hidden) - n)])
+        return losses, torch.cat([gradient, rest]) if need_gradient else None
+
+    def weighted_loss(head, hidden, targets, weights, vocab_size, *options):
+        n = min(len(hidden), 2 * chunk_size(vocab_size))
+        return exact[1](head, hidden[:n], targets[:n], weights[:n], vocab_size, *options)
+
+    session.losses_and_gradient, session.weighted_loss = losses_and_gradient, weighted_loss
+    try:
+        yield
+    finally:
+        session.losses_and_gradient, session.weighted_loss = exact
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """Turn weights on the meta device into fake ones on the CPU, where the fused kernels are. Tied weights stay tied."""
+    made = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                tensors[name] = made[id(tensor)]
+    return model
+
+
+class _AnswersWithoutData(torch.utils._python_dispatch.TorchDispatchMode):
+    """Answers what depends on values: a flag is true, and a mask selects everything.
+
+    So `hidden[mask]` has as many rows as `mask` has elements: every position is supervised, every slot is used.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function is aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        if function is aten.nonzero.default:
+            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+        if function in (
+            aten.index.Tensor,
+            aten.index_put.default,
+            aten.index_put_.default,
+            aten._index_put_impl_.default,
+        ):
+            args = (args[0], _all_of(args[1]), *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+def _all_of(indices) -> list:
+    found = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            found += [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
+        else:
+            found.append(index)
+    return found
+
+
+class _FourBit(torch.autograd.Function):
+    """As bitsandbytes multiplies: the weight is unpacked for the product, in both directions, and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx, x, shape, dtype):
+        ctx.shape, ctx.dtype = shape, dtype
+        return linear(x.to(dtype), torch.empty(shape, dtype=dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.to(ctx.dtype) @ torch.empty(ctx.shape, dtype=ctx.dtype)).to(gradient.dtype), None, None
+
+
+class _FourBitLinear(nn.Linear):
+    """Stands for bitsandbytes.nn.Linear4bit, which cannot be built without data."""
+
+    def forward(self, x):
+        out = _FourBit.apply(x, (self.out_features, self.in_features), self.compute_dtype)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """What loading in 4 bits and `prepare_model_for_kbit_training` make of a model."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            count = module.weight.numel()
+            module.__class__, module.compute_dtype = _FourBitLinear, dtype
+            module.weight = nn.Parameter(torch.empty((count + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+            module.register_buffer("absmax", torch.empty(count // FOUR_BIT_BLOCK, dtype=torch.uint8))
+            module.register_buffer("nested_absmax", torch.empty(-(-count // FOUR_BIT_BLOCK // SCALE_BLOCK)))
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+# ---- what the command shows ----
+
+CASES = {  # tokens ditched, activation checkpointing
+    "ordinary": (False, False),
+    "ordinary + checkpointing": (False, True),
+    "TokenSeek": (True, False),
+    "TokenSeek + checkpointing": (True, True),
+}
+LONGEST, LARGEST = 2**20, 2**12  # where the searches end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is estimated for: arguments of `estimate` that all cases share."""
+
+    config: object
+    tokenseek: TokenSeekConfig
+    tokens: int
+    batch: int = 1
+    method: str = "full"
+    dtype: str = "bf16"
+    optim: str = "adamw_torch_fused"
+    autocast: bool = False
+    adapter: dict | None = None
+
+    def estimate(self, case: str, **changes) -> MemoryEstimate:
+        """The estimate of one of `CASES`, with other settings where `changes` names them."""
+        ditches, checkpointing = CASES[case]
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
+        settings.update(changes, checkpointing=checkpointing)
+        if not ditches:
+            settings["tokenseek"] = None
+        return estimate(self.config, **settings)
+
+    def longest(self, case: str, memory: int) -> int:
+        """The longest row, in multiples of 128 tokens, of which `batch` fit into `memory` bytes; 0 if none does."""
+        return 128 * greatest(lambda n: self.estimate(case, tokens=128 * n).peak, memory, LONGEST // 128)
+
+    def largest(self, case: str, memory: int) -> int:
+        """The largest batch that fits into `memory` bytes; 0 if none does."""
+        return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
+
+
+def plan_of_recipe(recipe) -> Plan:
+    """The plan of a `Recipe`: rows of data.max_length tokens, its batch, optimizer, adapters and quantisation."""
+    adapter = dict(recipe.peft)
+    method = adapter.get("method", "full")
+    training = recipe.training
+    return Plan(
+        load_config(recipe.model.name),
+        recipe.tokenseek,
+        tokens=recipe.data.max_length or 2048,
+        batch=training.get("per_device_train_batch_size", 8),
+        method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
+        dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
+        optim=training.get("optim", "adamw_torch_fused"),
+        autocast=bool(training.get("bf16") or training.get("fp16")),
+        adapter=adapter or None,
+    )
+
+
+def format_estimates(plan: Plan, memory: int | None = None) -> str:
+    """A Markdown table with a column per component and a row per case, in GiB.
+
+    Args:
+        memory: bytes of the device; adds whether each case fits, the longest row and the largest batch.
+    """
+    head = ["", "weights", "gradients", "optimizer", "kept for backward", "of it keys, values", "peak", "of ordinary"]
+    if memory is not None:
+        head += ["fits", "longest row", "largest batch"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    ordinary = None
+    for case in CASES:
+        found = plan.estimate(case)
+        ordinary = ordinary or found
+        parts = (found.parameters, found.gradients, found.optimizer, found.saved, found.keys_values, found.peak)
+        cells = [case, *(f"{part / 2**30:.2f}" for part in parts), f"{found.peak / ordinary.peak:.0%}"]
+        if memory is not None:
+            cells += [
+                "yes" if found.peak <= memory else "no",
+                str(plan.longest(case, memory)),
+                str(plan.largest(case, memory)),
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def greatest(need, available: float, limit: int) -> int:
+    """The greatest n in 1..limit with need(n) <= available, 0 if there is none. `need` rises, nearly along a line."""
+    low, high, known, n = 0, limit + 1, {}, 1
+    while True:
+        known[n] = need(n)
+        low, high = (n, high) if known[n] <= available else (low, n)
+        if high - low <= 1:
+            return low
+        a, b = (sorted(known, key=lambda m: abs(known[m] - available)) * 2)[:2]  # the line through the two nearest
+        guess = a + (available - known[a]) * (b - a) / (known[b] - known[a]) if known[a] != known[b] else 4 * low
+        if len(known) % 4 == 0 and high <= limit:
+            guess = (low + high) // 2  # where need() is no line, halving still ends soon
+        n = int(max(low + 1, min(guess, high - 1, 64 * low)))
+
+
+def parse_bytes(text: str) -> int:
+    """ "24GiB", "80GB" or a number of bytes.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    units = {"": 1, "b": 1, "mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in units or float(match[1]) == 0:
+        raise ConfigError(f"Memory is written 24GiB, 80GB or as a number of bytes; got {text!r}.")
+    return int(float(match[1]) * units[match[2]])
