@@ -188,7 +188,53 @@ def features() -> str:
     return "\n".join(lines + [f"| {name} | {trainer} | {sft} |" for name, trainer, sft in feature_matrix()])
 
 
+# By words of the sentence that the user sees, the first that is in it.
+REFUSED_FOR = {
+    "mix tokens outside attention": "layers of another kind than attention: state space, linear attention, convolution, indexers",
+    "takes no position_ids": "no place for positions",
+    "another mask": "a mask of its own",
+    "a table of its own": "a mask of its own",
+    "computes its loss itself": "a loss of its own",
+    "twice": "blocks that run in loops",
+    "shows no stack": "blocks that run in loops or in several stacks",
+    "cannot be told apart": "hidden states of several streams of tokens",
+    "attention interface": "attention by hand, without a cache",
+    "part of its tokens": "attention by hand that counts on all tokens",
+}
+
+
+def conformance() -> str:
+    """How many causal language models of transformers are exact, and why the others are not."""
+    result = load("conformance.json")
+    families = result["families"]
+    exact = {name: family for name, family in families.items() if family["outcome"] == "exact"}
+    worst = max(family["error"] for family in exact.values())
+    groups: dict[str, list[str]] = {}
+    for name, family in families.items():
+        if family["outcome"] == "refused":
+            groups.setdefault(_refused_for(family["reason"]), []).append(name)
+        elif family["outcome"] != "exact":
+            groups.setdefault(family["outcome"], []).append(name)
+    lines = [
+        f"The {len(families)} families of transformers' causal-LM mapping, each as a tiny random model:",
+        "",
+        "| | families | |",
+        "|---|---:|---|",
+        f"| exact | {len(exact)} | greatest relative error of any gradient {worst:.0e} |",
+    ]
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        kind = reason if reason in ("wrong", "not built") else f"refused: {reason}"
+        lines.append(f"| {kind} | {len(names)} | {', '.join(names)} |")
+    lines += ["", f"(`eval/conformance.py`; {where_measured(result)}.)"]
+    return "\n".join(lines)
+
+
+def _refused_for(sentence: str) -> str:
+    return next((reason for words, reason in REFUSED_FOR.items() if words in sentence), "the self-check")
+
+
 TABLES = {
+    "conformance": conformance,
     "estimates": estimates,
     "features": features,
     "headline": headline,

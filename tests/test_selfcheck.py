@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 
 from tokenseek_trainer import TokenSeekConfig
 from tokenseek_trainer.errors import SelfCheckError, UnsupportedModelError
@@ -153,3 +154,42 @@ def test_a_block_without_attention_is_named():
     model.model.layers[2].self_attn = NoAttention()
     with pytest.raises(UnsupportedModelError, match="Block 2 of the 'llama' model"):
         check(model, ragged_batch((9, 12)))
+
+
+def test_a_model_that_needs_all_its_tokens_to_run_is_told_so():
+    model, batch = tiny_model("llama"), ragged_batch((9, 12))
+
+    def needs_all(module, args, output):
+        if output.shape[1] < 12:
+            raise RuntimeError("The size of tensor a (4) must match the size of tensor b (12)")
+
+    model.model.layers[1].mlp.register_forward_hook(needs_all)
+    with (
+        pytest.raises(
+            SelfCheckError, match=r"'llama' model does not run on a part of its tokens .*The size of tensor a"
+        ),
+        TokenSeekSession(model, TokenSeekConfig()) as session,
+    ):
+        self_check(session, batch, session.instances(batch))
+
+
+def test_a_subclass_that_passes_its_forward_on_is_accepted_and_one_with_its_own_loss_is_not():
+    class Passes(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Computes(LlamaPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = LlamaModel(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+            self.loss_type = "ForCausalLM"
+
+        def forward(self, input_ids, position_ids=None, labels=None):
+            logits = self.lm_head(self.model(input_ids, position_ids=position_ids)[0])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    config = tiny_model("llama").config
+    assert inspect_model(Passes(config)).shift
+    with pytest.raises(UnsupportedModelError, match="computes its loss itself"):
+        inspect_model(Computes(config))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
 
 from .errors import UnsupportedModelError
 from .scoring import eager_attention_weights
@@ -50,6 +51,27 @@ class MaskRule:
 
 
 @dataclass
+class DenseMask:
+    """A mask that the model has copied or changed after building it: (B or 1, 1, n, n) bool, or float with 0 where allowed."""
+
+    mask: torch.Tensor
+
+    def rows(self, queries: torch.Tensor) -> torch.Tensor:
+        """As `MaskRule.rows`."""
+        allowed = self.mask if self.mask.dtype == torch.bool else self.mask == 0
+        index = queries[:, None, :, None].expand(-1, 1, -1, allowed.shape[-1])
+        return allowed.expand(len(queries), -1, -1, -1).gather(2, index)
+
+    def says_all(self) -> bool:
+        """Whether the mask is nothing but allowed and forbidden pairs, the same for all heads."""
+        if self.mask.ndim != 4 or self.mask.shape[1] != 1:
+            return False
+        if self.mask.dtype == torch.bool:
+            return True
+        return bool(((self.mask == 0) | (self.mask <= torch.finfo(self.mask.dtype).min / 2)).all())
+
+
+@dataclass
 class LayerRecord:
     """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them.
 
@@ -63,6 +85,24 @@ class LayerRecord:
     @classmethod
     def of(cls, key, value, device: str) -> "LayerRecord":
         return cls(_own(key, device), _own(value, device))
+
+
+class LayerCache(Cache):
+    """Stands for the cache in an attention that is written out in the model file: its keys and values pass through here.
+
+    Args:
+        update: maps fresh (B, G, q, D) keys and values to those that the queries attend to.
+    """
+
+    def __init__(self, update):
+        super().__init__(layers=[])
+        self._update = update
+
+    def update(self, key, value, *args, **kwargs):
+        return self._update(key, value)
+
+    def get_seq_length(self, *args, **kwargs) -> int:
+        return 0
 
 
 def _own(tensor: torch.Tensor, device: str) -> torch.Tensor:

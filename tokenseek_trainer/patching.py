@@ -4,6 +4,7 @@ import contextlib
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .errors import UnsupportedModelError
 from .quantized import holds_quantized_weights
@@ -34,6 +35,38 @@ def attention_replaced(lm: nn.Module, decoder: nn.Module, name: str, attention, 
             config._attn_implementation_internal = before[key]
         AttentionInterface._global_mapping.pop(name)
         AttentionMaskInterface._global_mapping.pop(name)
+
+
+@contextlib.contextmanager
+def masks_replaced(lm: nn.Module, decoder: nn.Module, mask):
+    """Let `mask` build the masks of a model whose attention is written out in the model file.
+
+    Its config keeps its implementation, on which such attention branches (Falcon's two branches differ). So the mask
+    function of that implementation is replaced, and passes on calls for any other model's config.
+
+    Yields:
+        The name of the implementation.
+    """
+    chosen = decoder.config._attn_implementation or "eager"
+    if chosen not in ("eager", "sdpa"):
+        raise UnsupportedModelError(
+            f"The {lm.config.model_type!r} model does not call transformers' attention interface; with the attention "
+            f"implementation {chosen!r} its keys and values cannot be recorded. Use 'sdpa' or 'eager'."
+        )
+    configs = {id(module.config) for module in lm.modules() if hasattr(module, "config")}
+    base, local = ALL_MASK_ATTENTION_FUNCTIONS[chosen], ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(local)
+
+    def of_config(*args, config=None, **kwargs):
+        function = mask if id(config) in configs else base
+        return function(*args, config=config, **kwargs)
+
+    ALL_MASK_ATTENTION_FUNCTIONS[chosen] = of_config
+    try:
+        yield chosen
+    finally:
+        del local[chosen]
+        local.update({name: function for name, function in before.items() if name == chosen})
 
 
 @contextlib.contextmanager

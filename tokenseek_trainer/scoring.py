@@ -68,6 +68,18 @@ def gradient_magnitude(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.abs().sum(-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
+def tokens_first(hidden: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Hidden states as (B, n, width), None if they do not show `shape` = (B, n).
+
+    A model with several residual streams passes on (B, n, streams, E) or (streams, B, n, E).
+    """
+    if hidden.shape[:2] == shape:
+        return hidden.flatten(2)
+    if hidden.ndim == 4 and hidden.shape[1:3] == shape:
+        return hidden.permute(1, 2, 0, 3).flatten(2)
+    return None
+
+
 def minmax(values: torch.Tensor, instances: Instances) -> torch.Tensor:
     """Scale (B, n) values to [0, 1] within every instance; 0 where they are all equal, and at padding."""
     real = instances.ids >= 0

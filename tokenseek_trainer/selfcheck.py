@@ -7,6 +7,7 @@ import torch
 from .errors import SelfCheckError
 from .instances import Instances
 from .patching import dropout_off
+from .scoring import tokens_first
 from .selection import TokenSelection
 from .session import TokenSeekSession
 
@@ -31,14 +32,21 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
     selection = probe(instances)
     if not selection.mask.any():
         return None
-    with _watching(session, selection.gather) as ordinary:
+    with _watching(session, instances.ids.shape) as ordinary:
         session.seek(inputs, instances, scoring=False)
     dtypes = {tensor.dtype for tensor in session.recorded()}
-    with _watching(session, lambda hidden: hidden) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
-        session.ditch(inputs, instances, selection)
-    if any(hidden.shape[:2] != selection.mask.shape for hidden in ditched):
-        raise SelfCheckError(f"The {session.structure.model_type!r} model changes the number of tokens. {ADVICE}")
-    ordinary, ditched = ([hidden[selection.mask] for hidden in seen] for seen in (ordinary, ditched))
+    with _watching(session, selection.mask.shape) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
+        try:
+            session.ditch(inputs, instances, selection)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, IndexError) as error:  # somewhere it counts on seeing all tokens
+            raise SelfCheckError(
+                f"The {session.structure.model_type!r} model does not run on a part of its tokens "
+                f"({type(error).__name__}: {error}). {ADVICE}"
+            ) from error
+    ordinary = [selection.gather(hidden)[selection.mask] for hidden in ordinary]
+    ditched = [hidden[selection.mask] for hidden in ditched]
     dtypes |= {hidden.dtype for hidden in ordinary}
     if session.implementation == "eager":
         dtypes.add(
@@ -63,22 +71,23 @@ def probe(instances: Instances, most: int = 64) -> TokenSelection:
 
 
 @contextlib.contextmanager
-def _watching(session: TokenSeekSession, pick):
-    """Collect pick(hidden states) of what enters the first block and leaves every block; (B, tokens, E) each."""
+def _watching(session: TokenSeekSession, shape: tuple[int, int]):
+    """Collect the hidden states of `shape` tokens that enter the first block and leave every block; (*shape, E) each."""
     seen: list[torch.Tensor] = []
 
     def keep(hidden):
-        if hidden.ndim != 3:
+        at_tokens = tokens_first(hidden.detach(), shape)
+        if at_tokens is None:
             raise SelfCheckError(
                 f"The blocks of the {session.structure.model_type!r} model pass on hidden states of shape {tuple(hidden.shape)} "
-                f"instead of (batch, tokens, width). {ADVICE}"
+                f"for {tuple(shape)} tokens, in which tokens cannot be told apart. {ADVICE}"
             )
-        seen.append(pick(hidden.detach()))
+        seen.append(at_tokens)
 
     def watch(block, args, kwargs, output):
         if block is session.structure.blocks[0]:
             keep(args[0] if args else kwargs["hidden_states"])
-        keep(output[0] if isinstance(output, tuple) else output)
+        keep(output[0] if isinstance(output, (tuple, list)) else output)
 
     with contextlib.ExitStack() as stack:
         for block in session.structure.blocks:

@@ -9,12 +9,15 @@ Letters: B batch rows, n tokens of a row, k selected ones, S positions that go t
 import contextlib
 import copy
 import functools
+import inspect
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import (
+    DenseMask,
+    LayerCache,
     LayerRecord,
     MaskRule,
     RowMasks,
@@ -27,9 +30,16 @@ from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
-from .patching import attention_replaced, depends_on_length, dropout_off, forward_replaced, neftune_scaled
+from .patching import (
+    attention_replaced,
+    depends_on_length,
+    dropout_off,
+    forward_replaced,
+    masks_replaced,
+    neftune_scaled,
+)
 from .quantized import undo_cpu_packing
-from .scoring import SeekResult, attention_received, gradient_magnitude
+from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
 from .selection import TokenSelection
 from .structure import ModelStructure, context_blocks, inspect_model, uses_checkpointing
 
@@ -63,7 +73,8 @@ class TokenSeekSession:
         self.config = config
         self.structure = structure or inspect_model(model)
         self.context_blocks = context_blocks(config, self.structure)
-        self.records: dict[nn.Module, LayerRecord] = {}
+        self.records: dict[tuple[nn.Module, int], LayerRecord] = {}  # by module and call within its block
+        self._calls: dict[nn.Module, int] = {}
         self._rules: list[MaskRule] = []
         self._open = contextlib.ExitStack()
         self._mode = None  # "seek", "ditch" or "head"
@@ -78,11 +89,17 @@ class TokenSeekSession:
         self._uses = 2 if uses_checkpointing(lm) else 1
         undo_cpu_packing(lm)
         with contextlib.ExitStack() as stack:
-            self.implementation = stack.enter_context(
-                attention_replaced(lm, decoder, self._name, self._attention, self._mask)
-            )
+            if self.structure.attention_by_hand:
+                self.implementation = stack.enter_context(masks_replaced(lm, decoder, self._mask))
+                self._give_caches(stack)
+            else:
+                self.implementation = stack.enter_context(
+                    attention_replaced(lm, decoder, self._name, self._attention, self._mask)
+                )
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
+            for block in self.structure.blocks:
+                stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
@@ -114,6 +131,8 @@ class TokenSeekSession:
             scoring: False if the selection is known already, so that only keys and values are wanted.
         """
         self.records.clear()
+        self._calls.clear()
+        self._entered: set[int] = set()
         self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
@@ -214,6 +233,26 @@ class TokenSeekSession:
         cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
         return tuple(values[:, :-1] for values in cos_and_sin)
 
+    def _give_caches(self, stack: contextlib.ExitStack) -> None:
+        """Give every attention that is written out in the model file a cache, in which its keys and values show."""
+        for module, argument in self.structure.attention_by_hand.items():
+            cache = LayerCache(functools.partial(self._keys_and_values, module))
+            hook = functools.partial(_with_argument, argument, cache)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _keys_and_values(self, module, key, value):
+        """Record (B, G, n, D) keys and values, or write those of the selected tokens into the recorded ones."""
+        if self._mode == "ditch":
+            return self._splice(module, key, value)
+        if self._mode == "seek":
+            if self._score_context and self.structure.block_index(module) in self.context_blocks:
+                raise UnsupportedModelError(
+                    f"The {self.structure.model_type!r} model does not call transformers' attention interface, so its attention "
+                    "cannot be scored. Use scorer='gradient'."
+                )
+            self._record(module, key, value)
+        return key, value
+
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
         mode, self._mode, self._head_input = self._mode, "head", hidden
@@ -243,7 +282,13 @@ class TokenSeekSession:
         if self._score_gradient:
             # Also when it is all zeros: with FSDP every rank must run the same backward.
             (at_leaf,) = torch.autograd.grad(hidden, self._leaf, at_hidden)
-            self._found.gradient = gradient_magnitude(at_leaf)
+            at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
+            if at_tokens is None:
+                raise UnsupportedModelError(
+                    f"The blocks of the {self.structure.model_type!r} model pass on hidden states of shape "
+                    f"{tuple(at_leaf.shape)}, in which tokens cannot be told apart. Use scorer='context' or 'random'."
+                )
+            self._found.gradient = gradient_magnitude(at_tokens)
 
     def _start_gradient(self, block, args, kwargs):
         """Before the last block: make its input a leaf, and keep a graph from here to the hidden states."""
@@ -271,45 +316,70 @@ class TokenSeekSession:
         if self._mode == "ditch":
             return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
         if self._mode == "seek":
-            self._record(module, query, key, value, attention_mask, **kwargs)
+            self._record(module, key, value)
+            if self._score_context and self.structure.block_index(module) in self.context_blocks:
+                self._score(module, query, key, value, attention_mask, **kwargs)
         base = eager_function(module) if self.implementation == "eager" else AttentionInterface()[self.implementation]
         return base(module, query, key, value, attention_mask, **kwargs)
 
-    def _record(self, module, query, key, value, attention_mask, **kwargs):
-        if module in self.records:
+    def _record(self, module, key, value):
+        n = self._instances.ids.shape[1]
+        if key.ndim != 4 or key.shape[2] != n or value.shape[2] != n:
             raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model calls one attention module twice in a forward (shared blocks), "
-                "which is not supported."
+                f"The {self.structure.model_type!r} model attends to keys of shape {tuple(key.shape)}, not to one of every "
+                "token, so they cannot be recorded."
             )
-        block = self.structure.block_index(module)
-        if self._score_context and block in self.context_blocks:
-            with torch.no_grad():
-                rule = self._rule_of(attention_mask)
-                kwargs.pop("dropout", None)
-                received = attention_received(
-                    lambda queries: attention_weights(
-                        module, _at(query, queries), key, value, rule.rows(queries), **kwargs
-                    ),
-                    self._instances.ids >= 0,
-                    query.shape[1],
-                )
-            self._context_parts.append(received)
-        self.records[module] = LayerRecord.of(key, value, self.config.kv_store)
+        self.records[self._call_of(module)] = LayerRecord.of(key, value, self.config.kv_store)
 
-    def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
-        if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model does not build its attention masks through transformers' mask "
-                "interface, so the rows of the selected tokens are not known."
-            )
-        record = self.records[module]
+    def _splice(self, module, key, value):
+        call = self._call_of(module)
+        record = self.records[call]
         record.uses += 1
         if (
             record.uses == self._uses
         ):  # then only autograd holds it, and frees it when the backward has passed the block
-            del self.records[module]
-        key = self._positions.splice(key, record.key)
-        value = self._positions.splice(value, record.value)
+            del self.records[call]
+        return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
+
+    def _enter_block(self, block, args) -> None:
+        if self._mode != "seek":
+            return
+        index = self.structure.block_index(block)
+        if index in self._entered:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model runs one block twice in a forward (shared blocks), which is not supported."
+            )
+        self._entered.add(index)
+
+    def _call_of(self, module) -> tuple[nn.Module, int]:
+        """A module may attend several times in one run of its block (DiffLlama).
+
+        The calls come in the same order in the ditch pass, and again where a checkpointed block is recomputed.
+        """
+        call = self._calls.get(module, 0)
+        if self._mode == "ditch" and (module, call) not in self.records:
+            call = 0
+        self._calls[module] = call + 1
+        return module, call
+
+    @torch.no_grad()
+    def _score(self, module, query, key, value, attention_mask, **kwargs):
+        rule = self._rule_of(attention_mask)
+        kwargs.pop("dropout", None)
+        received = attention_received(
+            lambda queries: attention_weights(module, _at(query, queries), key, value, rule.rows(queries), **kwargs),
+            self._instances.ids >= 0,
+            query.shape[1],
+        )
+        self._context_parts.append(received)
+
+    def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
+        if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model gives its attention another mask than that of transformers' mask "
+                "interface, so the rows of the selected tokens are not known."
+            )
+        key, value = self._splice(module, key, value)
         return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
 
     def _mask(self, *args, **kwargs):
@@ -317,7 +387,12 @@ class TokenSeekSession:
         if self._mode == "ditch":
             rule = self._rules[self._n_masks]
             self._n_masks += 1
-            return rule.rows(self._selection.indices)
+            rows = rule.rows(self._selection.indices)
+            if not self.structure.attention_by_hand:
+                return rows
+            if self.implementation == "eager":  # it adds the mask itself
+                return self._masks.bias(rows, kwargs.get("dtype", torch.float32), 1)
+            return rows | ~rows.any(-1, keepdim=True)  # an empty slot may see nothing, which would be NaN
         mask = AttentionMaskInterface()[self.implementation](*args, **kwargs)
         if self._mode == "seek":
             self._rules.append(MaskRule(kwargs))
@@ -325,14 +400,16 @@ class TokenSeekSession:
             self._rule_of_mask[None if mask is None else id(mask)] = (self._rules[-1], mask)
         return mask
 
-    def _rule_of(self, mask) -> MaskRule:
+    def _rule_of(self, mask) -> MaskRule | DenseMask:
         found = self._rule_of_mask.get(None if mask is None else id(mask))
-        if found is None:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
-                "cannot be scored. Use scorer='gradient'."
-            )
-        return found[0]
+        if found is not None:
+            return found[0]
+        if mask is not None and (dense := DenseMask(mask)).says_all():
+            return dense
+        raise UnsupportedModelError(
+            f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
+            "cannot be scored. Use scorer='gradient'."
+        )
 
     # ---- inputs ----
 
@@ -341,11 +418,17 @@ class TokenSeekSession:
         self._positions = SelectedPositions.of(selection.indices, selection.mask)
         self._n_tokens = self._instances.ids.shape[1]
         self._n_masks = 0
+        self._calls.clear()
         self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
-        kept["position_ids"] = instances.position_ids
+        if not self.structure.forward_accepts("position_ids") and instances.count > len(instances.ids):
+            raise InputError(
+                f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. "
+                "Train without packing."
+            )
+        kept = self.structure.with_own_positions({**kept, "position_ids": instances.position_ids})
         if self.structure.forward_accepts("use_cache"):
             kept["use_cache"] = False
         return kept
@@ -354,7 +437,7 @@ class TokenSeekSession:
         """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it."""
         shape = instances.ids.shape
         selected = self._inputs(inputs, instances)
-        selected.pop("attention_mask", None)
+        mask = selected.pop("attention_mask", None)
         for name, value in selected.items():
             if isinstance(value, torch.Tensor):
                 if value.shape[:2] != shape:
@@ -363,17 +446,30 @@ class TokenSeekSession:
                         f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
                     )
                 selected[name] = selection.gather(value)
+        if self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids"):
+            # alibi is built over all keys, from their mask
+            selected["attention_mask"] = torch.ones_like(instances.ids) if mask is None else mask
         return selected
 
     def _check_all_recorded(self) -> None:
-        owners = {self.structure.block_index(module) for module in self.records}
-        missing = [i for i in range(len(self.structure.blocks)) if i not in owners]
-        if missing:
+        """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
+        owners = {self.structure.block_index(module) for module, _ in self.records}
+        missing = sorted(self._entered - owners)
+        if missing or not self.records:
             raise UnsupportedModelError(
-                f"Block {missing[0]} of the {self.structure.model_type!r} model does not call transformers' attention "
+                f"Block {min(missing, default=0)} of the {self.structure.model_type!r} model does not call transformers' attention "
                 "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
-                "attention by hand."
+                "attention by hand without a cache that they pass through."
             )
+
+
+def _with_argument(name, value, module, args, kwargs):
+    """A forward pre-hook that gives `module` an argument, in the place of the one that it is called with."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    place = names.index(name)
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 def _with_hidden(output, hidden):

@@ -1,8 +1,10 @@
 """`ModelStructure`: the parts of a model that the method touches, and the refusal of models that it cannot train."""
 
 import inspect
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,7 +14,19 @@ from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+TOKENWISE_LAYER_TYPES = ("mlp", "moe")
+# What mixes tokens in other layers, by words of their type in transformers' configs.
+MIXED_BY = {
+    "linear": "linear attention or a state space",
+    "mamba": "a state space",
+    "recurrent": "a recurrence",
+    "conv": "a convolution over tokens",
+    "hybrid": "a state space, a convolution or linear attention beside attention",
+    "indexed": "sparse attention, whose indexer reads all tokens",
+    "compressed": "attention to keys that are each made from several tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,9 @@ class ModelStructure:
         blocks: the transformer blocks, first to last.
         shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
         vocab_size: width of the logits.
+        attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
+            of the argument by which it takes a cache.
+        first_position: what the model's own numbering gives to the first token.
     """
 
     outer: nn.Module
@@ -34,6 +51,8 @@ class ModelStructure:
     blocks: tuple[nn.Module, ...]
     shift: bool
     vocab_size: int
+    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
+    first_position: int = 0
 
     @property
     def model_type(self) -> str:
@@ -52,7 +71,22 @@ class ModelStructure:
 
     def forward_accepts(self, name: str) -> bool:
         """Whether the model's or the decoder's forward names this argument."""
-        return any(name in inspect.signature(type(m).forward).parameters for m in (self.lm, self.decoder))
+        return any(_accepts(module, name) for module in (self.lm, self.decoder))
+
+    def with_own_positions(self, inputs: dict) -> dict:
+        """A batch whose position_ids count from 0 as the model's forward wants it.
+
+        They are left out for a model that takes none, and moved up for one that begins elsewhere, unless they do already.
+        """
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if positions is None:
+            return inputs
+        if not self.forward_accepts("position_ids"):
+            return {name: value for name, value in inputs.items() if name != "position_ids"}
+        below = positions < self.first_position
+        if (below if mask is None else below & mask.bool()).any():
+            return {**inputs, "position_ids": positions + self.first_position}
+        return inputs
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
@@ -78,29 +112,74 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         raise UnsupportedModelError(f"The model must be a transformers PreTrainedModel, got {type(lm).__name__}.")
     _refuse_unsupported(lm)
     decoder = _find_decoder(lm)
-    structure = ModelStructure(
+    blocks = _blocks_of(lm, decoder)
+    takes_positions = _accepts(lm, "position_ids") or _accepts(decoder, "position_ids")
+    if not (takes_positions or any("alibi" in name for name in dir(decoder))):
+        raise UnsupportedModelError(
+            f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
+        )
+    return ModelStructure(
         outer=outer,
         lm=lm,
         decoder=decoder,
-        blocks=_find_blocks(lm, decoder),
+        blocks=blocks,
         shift=lm.loss_function is ForCausalLMLoss,
         vocab_size=lm.config.get_text_config().vocab_size,
+        attention_by_hand=_attention_by_hand(blocks),
+        first_position=_first_position(decoder) if takes_positions else 0,
     )
-    if not structure.forward_accepts("position_ids"):
+
+
+def _refuse_own_mask(module: nn.Module) -> None:
+    """Attention by hand that masks with a table of its own (GPT-Neo) reads it off the numbers of queries and keys."""
+    tables = [
+        name for name, buffer in module.named_buffers(recurse=False) if buffer.ndim == 4 and buffer.dtype == torch.bool
+    ]
+    if tables:
         raise UnsupportedModelError(
-            f"{type(lm).__name__} (model type {structure.model_type!r}) takes no position_ids, so selected tokens "
-            "cannot be told where they stand."
+            f"{type(module).__name__} masks its attention with a table of its own ({tables[0]!r}), which counts on all tokens "
+            "being there."
         )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
-        raise UnsupportedModelError(
-            f"{type(lm).__name__} (model type {structure.model_type!r}) numbers positions from its padding index, which "
-            "is not supported."
-        )
-    return structure
+
+
+def _name(lm: PreTrainedModel) -> str:
+    return f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+
+
+def _accepts(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def _first_position(decoder: nn.Module) -> int:
+    """RoBERTa and its kin begin after their padding index."""
+    for module in decoder.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return module.padding_idx + 1
+    return 0
+
+
+def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
+    """The innermost modules that take a cache, if their model file does not know transformers' attention interface."""
+    takes = {}
+    for module in (m for block in blocks for m in block.modules()):
+        names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
+        if names:
+            takes[module] = names[0]
+    innermost = {m: name for m, name in takes.items() if not any(child in takes for child in list(m.modules())[1:])}
+    found = {module: name for module, name in innermost.items() if not _knows_interface(module)}
+    for module in found:
+        _refuse_own_mask(module)
+    return found
+
+
+def _knows_interface(module: nn.Module) -> bool:
+    # all bases: FSDP2 makes a class of its own, which lies in another file
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def _refuse_unsupported(lm: PreTrainedModel) -> None:
-    name = f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+    name = _name(lm)
     if any(p.is_meta for p in lm.parameters()):
         raise UnsupportedModelError(
             f"{name} has parameters on the meta device, without values. Load the weights before training."
@@ -108,9 +187,11 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
     if lm.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders are supported.")
     layer_types = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-    other = sorted(layer_types - set(ATTENTION_LAYER_TYPES))
-    if lm._is_stateful or other:
+    other = sorted(layer_types - {*ATTENTION_LAYER_TYPES, *TOKENWISE_LAYER_TYPES})
+    if other or (lm._is_stateful and not layer_types):
+        reasons = [why for word, why in MIXED_BY.items() if any(word in kind for kind in other)]
         which = f"layers of type {', '.join(other)}" if other else "recurrent or state-space layers"
+        which += f" ({'; '.join(reasons)})" if reasons else ""
         raise UnsupportedModelError(
             f"{name} has {which}, which mix tokens outside attention: a ditched token cannot be made a constant there. "
             "Use an attention-only model."
@@ -118,13 +199,25 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
     if _find_decoder(lm) is lm:
         raise UnsupportedModelError(
             f"{name} shows no stack of blocks below a head. If it has no head, load it with AutoModelForCausalLM or "
-            "AutoModelForMaskedLM; else its structure is not supported."
+            "AutoModelForMaskedLM; else it is built in another way (blocks that run in loops, several stacks), which is "
+            "not supported."
         )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
             "masked language modelling."
         )
+    if lm.loss_function is ForCausalLMLoss and not _uses_loss_function(lm):
+        raise UnsupportedModelError(
+            f"{name} computes its loss itself, so it is not known which label a position predicts (the decoders of Bart and "
+            "its kin expect labels that are shifted already)."
+        )
+
+
+def _uses_loss_function(lm: PreTrainedModel) -> bool:
+    """Whether a forward of the model's class or of its bases, to which it may pass on, names transformers' loss function."""
+    forwards = (inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__)
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _refuse_adapters(config) -> None:
@@ -144,20 +237,37 @@ def _refuse_adapters(config) -> None:
 
 
 def _find_decoder(lm: PreTrainedModel) -> nn.Module:
-    """The stack of blocks that the model's forward calls; some models keep it inside their `base_model`."""
-    found = lm.get_decoder() if lm.loss_function is ForCausalLMLoss else None
-    return found if isinstance(found, nn.Module) and found is not lm else lm.base_model
+    """The stack of blocks that the model's forward calls: the first of several places that holds one.
+
+    `lm` itself if none does.
+    """
+    named = [lm.get_decoder()] if lm.loss_function is ForCausalLMLoss else []
+    inner = [child for child in lm.children() if isinstance(child, PreTrainedModel)]
+    for module in (*named, lm.base_model, *inner):
+        if isinstance(module, nn.Module) and module is not lm and _blocks_of(lm, module):
+            return module
+    return lm
 
 
-def _find_blocks(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:
-    n_layers = lm.config.get_text_config().num_hidden_layers
-    for module in decoder.modules():  # outermost first
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
-            return tuple(module)
-    raise UnsupportedModelError(
-        f"{type(lm).__name__} (model type {lm.config.model_type!r}) has no list of {n_layers} blocks, as its "
-        "config.num_hidden_layers says."
-    )
+def _blocks_of(lm: PreTrainedModel, decoder: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost list of as many modules as the config says that the model has blocks, () if there is none.
+
+    Some configs count blocks of another kind as num_hidden_layers: those of the encoder that is not there, or attentions.
+    """
+    config = lm.config.get_text_config(decoder=True)
+    for name in ("num_hidden_layers", "decoder_layers", "num_layers"):
+        for module in _modules_of_text(decoder, (type(lm.config), type(config))):
+            if isinstance(module, nn.ModuleList) and len(module) == getattr(config, name, None):
+                return tuple(module)
+    return ()
+
+
+def _modules_of_text(module: nn.Module, configs: tuple[type, ...]):
+    """All modules, outermost first, without models of another config inside: vision or audio towers."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel) or isinstance(child.config, configs):
+            yield from _modules_of_text(child, configs)
 
 
 def uses_checkpointing(model: nn.Module) -> bool:

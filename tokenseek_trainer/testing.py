@@ -113,8 +113,9 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
     """Inside, every module of `model` detaches its output at the positions where `keep` (B, n) is False.
 
     That covers the definition (hidden states after the embeddings and every block, keys and values) wherever each of them
-    leaves a module as (B, n, ...), (B, heads, n, width) or (B * n, ...), and gives the same gradient: a ditched position's
-    outputs are then constants everywhere.
+    leaves a module as (B, n, ...), (B, heads, n, width), (streams, B, n, E) or (B * n, ...), and gives the same gradient: a ditched position's
+    outputs are then constants everywhere. Modules without weights are left out: in a mixture of experts an activation
+    function sees each expert's tokens in an order of its own, and their number may happen to be B * n.
     """
     batch, n = keep.shape
 
@@ -125,13 +126,19 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
             where = keep.reshape((batch, n) + (1,) * (output.ndim - 2))
         elif output.ndim == 4 and (output.shape[0], output.shape[2]) == (batch, n):
             where = keep[:, None, :, None]
+        elif output.ndim == 4 and output.shape[1:3] == (batch, n):
+            where = keep[:, :, None]
         elif output.ndim == 2 and output.shape[0] == batch * n:
             where = keep.flatten()[:, None]
         else:
             return output
         return torch.where(where, output, output.detach())
 
-    hooks = [module.register_forward_hook(detach) for module in model.base_model.modules()]
+    hooks = [
+        module.register_forward_hook(detach)
+        for module in model.base_model.modules()
+        if any(True for _ in module.parameters())
+    ]
     try:
         yield
     finally:

@@ -152,7 +152,7 @@ class TokenSeekMixin:
         if model.training:
             inputs = self._with_position_ids(inputs)
         if not model.training or self._keeps_all(inputs):
-            stock = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
+            stock = self._structure.with_own_positions({k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS})
             if model.training and self._structure.forward_accepts("use_cache"):
                 stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
             with self._training_log.counting(self.model) if model.training else contextlib.nullcontext():
@@ -270,7 +270,7 @@ class TokenSeekMixin:
         self._signature_columns += [name for name in keep if name not in self._signature_columns]
 
     def prediction_step(self, model, inputs, *args, **kwargs):
-        inputs = {k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS}
+        inputs = self._structure.with_own_positions({k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS})
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def train(self, *args, **kwargs):

@@ -1,0 +1,280 @@
+"""Which of transformers' causal language models train exactly: the ditch gradient of each against the detach oracle.
+
+    python eval/conformance.py --output eval/results/conformance.json [--families llama,qwen3]
+
+Every family of the causal-LM mapping gets a tiny random model (tiny_configs.py), in float64 where it runs. What a user
+would see happens first: the structure is inspected and the self-check runs; what they refuse counts as refused, with the
+user's sentence. Then the gradient of every parameter is compared with the oracle of tokenseek_trainer/testing.py.
+"""
+
+import argparse
+import contextlib
+import logging
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from tiny_configs import N_LAYERS, WINDOW, NotBuilt, tiny_family_model
+from torch.overrides import TorchFunctionMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tokenseek_trainer import TokenSeekConfig
+from tokenseek_trainer.errors import SelfCheckError, UnsupportedModelError
+from tokenseek_trainer.evaluation import save_result
+from tokenseek_trainer.provenance import provenance
+from tokenseek_trainer.selection import select
+from tokenseek_trainer.selfcheck import self_check
+from tokenseek_trainer.session import TokenSeekSession
+from tokenseek_trainer.structure import inspect_model
+from tokenseek_trainer.testing import gradients, oracle_loss, packed_batch, ragged_batch, relative_error
+
+
+SEED = 0
+SECONDS_PER_FAMILY = 90
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def without_positions(batch: dict) -> dict:
+    """The model's own numbering of a batch that is padded on the right."""
+    return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+BATCHES = {
+    "padded": lambda: without_positions(ragged_batch((9, 16, 1))),
+    "padded left": lambda: ragged_batch((5, 12), left=True),
+    "beyond the window": lambda: ragged_batch((4 * WINDOW,)),
+    "packed": lambda: packed_batch((7, 13)),
+}
+SELECTIONS = {
+    "random": TokenSeekConfig(ratio=0.3, scorer="random", selection="topk", select_from="all"),
+    "default": TokenSeekConfig(),
+    "paper": TokenSeekConfig.paper(ratio=0.3),
+}
+FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def check_family(family: str, **settings) -> dict:
+    """{"outcome": "exact" | "refused" | "wrong" | "not built", ...} of one family, with other settings of its config."""
+    try:
+        with time_limit(SECONDS_PER_FAMILY):
+            model, dtype = runnable_model(family, **settings)
+            with upcasts_exact(dtype):
+                found = check_model(model)
+            if model.supports_gradient_checkpointing:
+                found["errors"]["checkpointed"] = checkpointing_error(
+                    model.float(), BATCHES["beyond the window"](), SELECTIONS["random"]
+                )
+            return judged(found, dtype)
+    except NotBuilt as error:
+        return {"outcome": "not built", "reason": str(error)}
+    except (UnsupportedModelError, SelfCheckError) as error:
+        return {"outcome": "refused", "reason": str(error)}
+    except Exception as error:  # one family must not end the run; a crash of the product is its defect
+        return {"outcome": "wrong", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def runnable_model(family: str, **settings):
+    """The tiny model in the best dtype in which its own forward runs, and that dtype."""
+    problem = ""
+    for dtype in TOLERANCE:
+        model = tiny_family_model(family, dtype, SEED, **settings)
+        inspect_model(model)
+        try:
+            with upcasts_exact(dtype):
+                logits = stock_logits(model, BATCHES["beyond the window"]())
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
+            if logits.isfinite().all():
+                return model, dtype
+            problem = "its logits are not finite"
+    raise NotBuilt(f"the tiny model's own forward fails: {problem}")
+
+
+def check_model(model) -> dict:
+    """Every batch with every selection, then the loss itself, then eager attention."""
+    errors, refused = {}, {}
+    structure = inspect_model(model)
+    for batch_name, make in BATCHES.items():
+        if batch_name == "packed" and not structure.forward_accepts("position_ids"):
+            refused[batch_name] = "it takes no position_ids"
+            continue
+        check_batch(model, batch_name, make(), errors, refused)
+    errors["stock loss"] = stock_loss_error(model, BATCHES["padded"]())
+    model.set_attn_implementation("eager")
+    errors["eager"] = gradient_error(model, BATCHES["padded"](), SELECTIONS["random"])
+    return {
+        "errors": errors,
+        "refused_cases": refused,
+        "keeps_packed_documents_apart": "packed" not in refused and keeps_documents_apart(model, BATCHES["packed"]()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def judged(found: dict, dtype: torch.dtype) -> dict:
+    worst = max(found["errors"].values(), key=lambda error: error if error == error else float("inf"))
+    return {
+        "outcome": "exact" if worst < TOLERANCE[dtype] else "wrong",
+        "error": worst,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tolerance": TOLERANCE[dtype],
+        **found,
+    }
+
+
+def check_batch(model, batch_name: str, batch: dict, errors: dict, refused: dict) -> None:
+    """The self-check, then the gradient under each selection. A model whose attention cannot be scored has the others."""
+    with TokenSeekSession(model, SELECTIONS["default"]) as session:
+        self_check(session, batch, session.instances(batch))
+    for name, config in SELECTIONS.items():
+        case = f"{batch_name}, {name}"
+        try:
+            errors[case] = gradient_error(model, batch, config)
+        except UnsupportedModelError as error:
+            if not config.needs_context:
+                raise
+            refused[case] = str(error)
+
+
+def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
+    """Greatest relative difference of any parameter's gradient, and of the loss, to the oracle's."""
+    loss, instances, selection = ditch(model, batch, config)
+    ditched = gradients(model)
+    keep = torch.zeros(instances.ids.shape, dtype=torch.bool)
+    weights = torch.zeros(instances.ids.shape, dtype=torch.float64)
+    rows, slots = selection.mask.nonzero(as_tuple=True)
+    keep[rows, selection.indices[rows, slots]] = True
+    weights[rows, selection.indices[rows, slots]] = selection.weights[rows, slots]
+    inputs = inspect_model(model).with_own_positions(batch)
+    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum())
+    expected.backward()
+    error = relative_error(ditched, gradients(model))
+    return max(error, float(abs(loss.detach() - expected.detach()) / abs(expected.detach())))
+
+
+@torch.no_grad()
+def stock_loss_error(model, batch: dict) -> float:
+    """The seek pass's loss of all supervised tokens beside the loss of the model's own forward."""
+    with TokenSeekSession(model, SELECTIONS["default"]) as session:
+        instances = session.instances(batch)
+        loss = session.seek(batch, instances).loss_sum / instances.n_supervised.sum()
+    expected = model(**inspect_model(model).with_own_positions(batch), use_cache=False).loss
+    return float(abs(loss - expected) / expected)
+
+
+def checkpointing_error(model, batch: dict, config: TokenSeekConfig) -> float:
+    """Difference that activation checkpointing makes, which must be none.
+
+    It is not compared with the oracle, whose hooks are gone in the recomputation, as `Float32AsFloat64` is.
+    """
+    ditch(model, batch, config)
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ditch(model, batch, config)
+    model.gradient_checkpointing_disable()
+    return relative_error(gradients(model), plain)
+
+
+def ditch(model, batch: dict, config: TokenSeekConfig):
+    """One training step's passes and backward: loss, instances, selection."""
+    with TokenSeekSession(model, config) as session:
+        instances = session.instances(batch)
+        found = session.seek(batch, instances)
+        selection = select(found.scores(instances, config, 0), instances, config)
+        loss = session.ditch(batch, instances, selection)
+        loss.backward()
+    return loss, instances, selection
+
+
+def keeps_documents_apart(model, batch: dict) -> bool:
+    """Whether each document of a packed row gets the logits that it gets alone."""
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    together = stock_logits(model, batch)[0]
+    for start, end in zip(starts, [*starts[1:], len(together)], strict=True):
+        alone = stock_logits(model, {name: value[:, start:end] for name, value in batch.items()})[0]
+        if not torch.allclose(together[start:end], alone, rtol=1e-4, atol=1e-5):
+            return False
+    return True
+
+
+@torch.no_grad()
+def stock_logits(model, batch: dict) -> torch.Tensor:
+    """(B, n, V) of the ordinary training forward."""
+    inputs = inspect_model(model).with_own_positions(batch)
+    return model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False).logits
+
+
+class Float32AsFloat64(TorchFunctionMode):
+    """What a model computes in float32 by choice (norms, softmax, routers) is computed in float64.
+
+    Otherwise its rounding, 1e-8 to 1e-6, would hide errors of that size in a float64 model.
+    """
+
+    def __enter__(self):
+        self.default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.set_default_dtype(self.default_dtype)
+        return super().__exit__(*exception)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def upcasts_exact(dtype: torch.dtype):
+    return Float32AsFloat64() if dtype == torch.float64 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int):
+    def stop(signum, frame):
+        raise NotBuilt(f"not done within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--families", help="comma-separated; all of the mapping if left out")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    families, started = {}, time.perf_counter()
+    for family in options.families.split(",") if options.families else FAMILIES:
+        families[family] = check_family(family)
+        result = families[family]
+        print(f"{family:24} {result['outcome']:10}", result.get("error", result.get("reason", "")), flush=True)
+    outcomes = [result["outcome"] for result in families.values()]
+    counts = {outcome: outcomes.count(outcome) for outcome in ("exact", "refused", "wrong", "not built")}
+    print(counts)
+    conditions = {"seed": SEED, "layers": N_LAYERS, "window": WINDOW, "batches": list(BATCHES)}
+    conditions["selections"] = {name: config.to_dict() for name, config in SELECTIONS.items()}
+    save_result(
+        {
+            **provenance(),
+            "conditions": conditions,
+            "counts": counts,
+            "seconds": time.perf_counter() - started,
+            "families": families,
+        },
+        options.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Families of transformers' causal language models: exact against the oracle, or refused with a sentence that says why."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, TrainingArguments
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from tokenseek_trainer import TokenSeekConfig, TokenSeekTrainer, attention
+from tokenseek_trainer.collator import TokenSeekCollator
+from tokenseek_trainer.selfcheck import self_check
+from tokenseek_trainer.session import TokenSeekSession
+from tokenseek_trainer.structure import inspect_model
+from tokenseek_trainer.testing import ragged_batch, tiny_model
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "eval"))
+
+from conformance import (  # noqa: E402
+    BATCHES,
+    FAMILIES,
+    SELECTIONS,
+    Float32AsFloat64,
+    check_family,
+    gradient_error,
+    stock_logits,
+)
+from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
+
+
+SAMPLE = (
+    "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
+    "gpt_oss", "granite", "llama4_text", "mllama", "modernbert-decoder", "mpt", "olmo2", "phi3", "qwen2",
+    "qwen3_moe", "roberta", "smollm3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_the_gradient_of_the_family_is_exact(family):
+    found = check_family(family)
+    assert found["outcome"] == "exact", found
+    assert found["dtype"] == "float64"
+    assert found["errors"].get("checkpointed", 0) == 0
+
+
+def test_several_residual_streams():
+    model = tiny_family_model("gemma3n_text", torch.float64)
+    batch = BATCHES["padded"]()
+    with Float32AsFloat64():
+        with TokenSeekSession(model, TokenSeekConfig()) as session:
+            assert self_check(session, batch, session.instances(batch)) < 1e-12
+        assert gradient_error(model, batch, SELECTIONS["default"]) < 1e-9
+
+
+def test_alibi_in_a_model_that_takes_positions_too():
+    """Its eager branch differs from its sdpa branch, so neither may stand for the other."""
+    assert check_family("falcon", alibi=True, new_decoder_architecture=False)["outcome"] == "exact"
+
+
+def test_masks_of_other_models_are_left_alone_and_the_mask_function_is_put_back():
+    before = dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping)
+    model, other = tiny_family_model("falcon", torch.float64), tiny_model("llama")
+    batch, stranger = ragged_batch((9, 12)), ragged_batch((7, 12), left=True)
+    expected = stock_logits(other, stranger)
+    with TokenSeekSession(model, TokenSeekConfig()) as session:
+        assert torch.equal(stock_logits(other, stranger), expected)
+        session.seek(batch, session.instances(batch))
+    assert ALL_MASK_ATTENTION_FUNCTIONS._local_mapping == before
+
+
+def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
+    assert check_family("granitemoehybrid", layer_types=["attention"] * 4)["outcome"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("qwen3_next", "linear_attention (linear attention or a state space), which mix tokens outside attention"),
+        ("lfm2_moe", "conv (a convolution over tokens)"),
+        ("deepseek_v32", "indexed_attention (sparse attention, whose indexer reads all tokens)"),
+        ("gpt_neo", "masks its attention with a table of its own ('bias')"),
+        ("openai-gpt", "does not call transformers' attention interface"),
+        ("doge", "another mask than that of transformers' mask interface"),
+        ("dory", "runs one block twice"),
+        ("hrm_text", "blocks that run in loops"),
+        ("roformer", "takes no position_ids"),
+        ("bart", "computes its loss itself, so it is not known which label a position predicts"),
+    ],
+)
+def test_a_refusal_names_the_reason(family, sentence):
+    found = check_family(family)
+    assert found["outcome"] == "refused", found
+    assert sentence in found["reason"]
+
+
+def test_a_gradient_that_is_off_by_a_millionth_is_wrong(monkeypatch):
+    backward = attention._Splice.backward
+
+    def off(ctx, gradient):
+        fresh, *rest = backward(ctx, gradient)
+        return (fresh * (1 + 1e-6), *rest)
+
+    monkeypatch.setattr(attention._Splice, "backward", staticmethod(off))
+    found = check_family("llama")
+    assert found["outcome"] == "wrong"
+    assert 1e-9 < found["error"] < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
+def test_a_vision_model_trains_on_text(family):
+    """Its vision tower has as many blocks as its text model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(tiny_config(family)).double().train()
+    assert all(block in set(model.get_decoder().modules()) for block in inspect_model(model).blocks)
+    with Float32AsFloat64():
+        assert gradient_error(model, BATCHES["padded"](), SELECTIONS["random"]) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["bloom", "roberta"])
+def test_a_model_without_positions_or_with_its_own_trains_and_evaluates_with_the_collators(family, tmp_path):
+    """The collator counts them from 0."""
+    model = tiny_family_model(family, torch.float64)
+    data = ragged_batch((4, 9, 12))
+    rows = [
+        {name: data[name][row][data["attention_mask"][row] == 1].tolist() for name in ("input_ids", "labels")}
+        for row in range(3)
+    ]
+    expected = model(**{name: value for name, value in data.items() if name != "position_ids"}).loss.item()
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=3, per_device_eval_batch_size=3, logging_steps=1,
+        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = TokenSeekTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=TokenSeekCollator(),
+        tokenseek=TokenSeekConfig(ratio=0.4),
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+    assert trainer.state.log_history[-2]["full_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_no_family_is_wrong_and_no_fewer_are_exact_than_recorded():
+    recorded = json.loads((ROOT / "eval" / "results" / "conformance.json").read_text())
+    outcomes = {family: check_family(family)["outcome"] for family in FAMILIES}
+    assert [family for family, outcome in outcomes.items() if outcome == "wrong"] == []
+    exact = [family for family, found in recorded["families"].items() if found["outcome"] == "exact"]
+    assert [family for family in exact if outcomes.get(family) != "exact"] == []
