@@ -116,5 +116,8 @@ def _compare(model_type: str, ordinary: list, ditched: list, tolerance: float) -
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Allowed relative difference in the coarsest dtype of the forward: rounding, with room for many blocks."""
-    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 5e-2)
+    """Allowed relative difference in the coarsest dtype of the forward: rounding, with room for many blocks.
+
+    Parts of many models (norms, routers) compute in float32 whatever the dtype, so float64 is not exact to its own rounding.
+    """
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
