@@ -72,18 +72,17 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
             for m, a, lengths, methods in cases
             for n in lengths
         ]
-    small = {"model": "smollm2-135m", "blocks": None, "ratio": 0.1, "adapter": "full"}
-    groups = [{**small, "rows": 1, "tokens": 1024, "methods": both}]
+    small = {"model": "smollm2-135m", "blocks": None, "rows": 1, "tokens": 1024, "ratio": 0.1, "adapter": "full"}
+    ten = {**small, "blocks": 10}  # what depends on length and ratio shows in fewer blocks
     if quick:
-        return [{**small, "blocks": 6, "rows": 1, "tokens": n, "methods": main} for n in (256, 1024)]
-    groups += [{**small, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 4096))]
-    groups += [
-        {**small, "rows": 1, "tokens": 1024, "ratio": r, "methods": ["TokenSeek"]}
-        for r in (0.05, 0.2, 0.3, 0.5, 0.999)
+        return [{**ten, "tokens": n, "methods": main} for n in (256, 1024)]
+    return [
+        {**small, "methods": both, "rounds": 3},
+        *({**ten, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
+        *({**ten, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
+        {**small, "adapter": "lora", "methods": main},
+        {**small, "model": "llama-3.2-1b", "blocks": 4, "methods": main},
     ]
-    groups += [{**small, "rows": 1, "tokens": 1024, "adapter": "lora", "methods": main}]
-    groups += [{**small, "model": "llama-3.2-1b", "blocks": 4, "rows": 1, "tokens": 1024, "methods": main}]
-    return groups
 
 
 # ---- one case, in its own process ----
@@ -256,7 +255,9 @@ def main() -> None:
         "--toy", action="store_true", help="the cases of a GPU machine at toy sizes, to try the script"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=2, help="how often every case takes its turn")
+    parser.add_argument(
+        "--rounds", type=int, help="how often every case takes its turn (default: 3 for the main group, else 1)"
+    )
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -269,7 +270,7 @@ def main() -> None:
     done: list[dict] = []
     for group in groups:
         found: dict[str, list] = {method: [] for method in group["methods"]}
-        for _ in range(options.rounds):
+        for _ in range(options.rounds or group.get("rounds", 1)):
             for method in group["methods"]:
                 print(
                     f"{group['model']} {group['adapter']} {group['rows']} x {group['tokens']} r={group['ratio']}  {method}",
@@ -283,7 +284,7 @@ def main() -> None:
             "benchmark": "efficiency",
             "conditions": {
                 "dtype": "float32" if options.device == "cpu" else "bfloat16", "optimizer": "AdamW, fused", "seed": 0,
-                "supervised": "all tokens", "rounds": options.rounds, "steps": options.steps, "quick": options.quick,
+                "supervised": "all tokens", "steps_of_a_turn": options.steps, "quick": options.quick,
             },
             "groups": done,
             **provenance(),

@@ -58,6 +58,56 @@ def headline() -> str:
     return "\n".join(lines)
 
 
+def efficiency() -> str:
+    """Memory and time of the main group beside ordinary training, then the other groups in short."""
+    result = load("efficiency.json")
+    main, *others = result["groups"]
+    base = main["cases"]["Trainer"]
+    lines = [
+        f"{_group_name(main)}, {result['conditions']['dtype']}, AdamW:",
+        "",
+        "| | kept for the backward | | live peak above weights, gradients, optimizer | | one step | | seek | forward | backward | optimizer | tokens/s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, case in main["cases"].items():
+        peaks = [_above(case), _above(base)]
+        parts = [case["parts_median"].get(part) for part in ("seek", "ditch forward", "backward", "optimizer")]
+        lines.append(
+            f"| {name} | {case['saved_bytes'] / 2**20:.0f} MiB | {case['saved_bytes'] / base['saved_bytes']:.0%} | "
+            f"{peaks[0] / 2**20:.0f} MiB | {peaks[0] / peaks[1]:.0%} | {case['seconds_median']:.2f} s | "
+            f"{case['seconds_median'] / base['seconds_median']:.0%} | "
+            + " | ".join("" if part is None else f"{part:.2f}" for part in parts)
+            + f" | {main['rows'] * main['tokens'] / case['seconds_median']:.0f} |"
+        )
+    lines += ["", "The same in other settings, bytes kept / time of a step beside the Trainer's:", ""]
+    lines += ["| | " + " | ".join(METHODS[1:]) + " |", "|---|" + "---:|" * (len(METHODS) - 1)]
+    for group in others:
+        base = group["cases"].get("Trainer")
+        if base is not None:
+            cells = [_beside(group["cases"][name], base) for name in METHODS[1:]]
+            lines.append(f"| {_group_name(group)} | " + " | ".join(cells) + " |")
+    lines += ["", f"(`eval/efficiency.py`; {where_measured(result)}.)"]
+    return "\n".join(lines)
+
+
+METHODS = ("Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing")
+
+
+def _group_name(group: dict) -> str:
+    blocks = "" if group["blocks"] is None else f", {group['blocks']} blocks"
+    adapter = "" if group["adapter"] == "full" else f", {group['adapter']}"
+    return f"{group['model']}{blocks}{adapter}, {group['rows']} x {group['tokens']} tokens"
+
+
+def _above(case: dict) -> int:
+    """Live tensors at the peak, without the gradients that stay (weights and optimizer state are not in it)."""
+    return case["live_peak_bytes"] - case["gradient_bytes"]
+
+
+def _beside(case: dict, base: dict) -> str:
+    return f"{case['saved_bytes'] / base['saved_bytes']:.0%} / {case['seconds_median'] / base['seconds_median']:.0%}"
+
+
 def settings() -> str:
     """The fields of TokenSeekConfig with their defaults and the first words of their docstring."""
     text = inspect.getdoc(TokenSeekConfig).partition("Args:\n")[2].partition("\n\nRaises")[0]
@@ -234,6 +284,7 @@ def _refused_for(sentence: str) -> str:
 
 
 TABLES = {
+    "efficiency": efficiency,
     "conformance": conformance,
     "estimates": estimates,
     "features": features,
