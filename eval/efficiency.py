@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tokenseek_trainer import TokenSeekConfig
 from tokenseek_trainer.estimate import load_config
@@ -80,12 +80,33 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
         {**small, "methods": both, "rounds": 3},
         *({**ten, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
         *({**ten, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
-        {**small, "adapter": "lora", "methods": main},
+        {**ten, "adapter": "lora", "methods": main},
+        {**ten, "adapter": "qlora", "methods": main},
         {**small, "model": "llama-3.2-1b", "blocks": 4, "methods": main},
     ]
 
 
 # ---- one case, in its own process ----
+
+
+def adapted(model, adapter: str):
+    """The model with LoRA of rank 8 on all linear layers ("lora"), on 4-bit weights ("qlora"), or as it is ("full")."""
+    if adapter == "full":
+        return model
+    import peft
+
+    if adapter == "qlora":
+        four_bit = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=model.dtype,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, quantization_config=four_bit)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear")).train()
 
 
 class Case:
@@ -99,10 +120,7 @@ class Case:
         config = shape(group["model"], group["blocks"])
         with self.device:  # random numbers for a billion weights take long on a CPU
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-        if group["adapter"] == "lora":
-            import peft
-
-            model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+        model = adapted(model, group["adapter"])
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             if group["adapter"] != "full":
@@ -158,7 +176,7 @@ class Case:
             "seconds": {part: values for part, values in self.seconds.items() if values},
             "saved_bytes": self.saved,
             "keys_values_bytes": self.keys_values,
-            "parameter_bytes": sum(p.nbytes for p in self.model.parameters()),
+            "parameter_bytes": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
             "gradient_bytes": sum(p.nbytes for p in trained),
             "optimizer_bytes": sum(t.nbytes for state in self.optimizer.state.values() for t in state.values()),
             "live_peak_bytes": live_peak,

@@ -48,6 +48,16 @@ def test_efficiency_counts_what_the_estimate_gives(method):
     assert all(len(values) == 2 and min(values) > 0 for values in result["seconds"].values())
 
 
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_efficiency_measures_adapters(adapter):
+    group = {"model": "smollm2-135m", "blocks": 1, "rows": 1, "tokens": 32, "ratio": 0.25, "adapter": adapter}
+    result = script("efficiency")["Case"](group, "TokenSeek + checkpointing", "cpu", torch.float32).measure(steps=1)
+    e, i, kv = 576, 1536, 192
+    rank = 8 * (2 * (e + e) + 2 * (e + kv) + 3 * (e + i))  # q and o, k and v, the three of the MLP
+    assert result["gradient_bytes"] == 4 * rank
+    assert result["saved_bytes"] > 0 and result["live_peak_bytes"] > result["gradient_bytes"]
+
+
 def test_rounds_of_a_case_become_one_record():
     merged = script("efficiency")["merged"]
     rounds = [{"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7} for _ in range(2)]
