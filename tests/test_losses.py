@@ -203,3 +203,19 @@ def test_statistics_count_every_position_once_also_if_its_chunk_is_recomputed(ch
     assert statistics.n_positions == 10
     assert statistics.n_correct == right
     assert abs(statistics.entropy_sum - entropy) < 1e-9 * entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@each_smoothing
+def test_losses_and_logit_gradient_equal_torchs_cross_entropy(dtype, scale, smoothing):
+    logits = (torch.randn(7, VOCAB) * scale).to(dtype)
+    logits[0, 3] = -torch.inf if smoothing == 0 else 0.0  # a forbidden token
+    targets = torch.tensor([0, 1, 2, 3, 4, 5, 6])
+    upcast = logits.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(upcast, targets, reduction="none", label_smoothing=smoothing)
+    (at_logits,) = torch.autograd.grad(expected.sum(), upcast)
+    found, gradient = losses.losses_and_logit_gradient(logits, targets, smoothing)
+    precision = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected.detach(), rtol=precision, atol=precision * scale)
+    torch.testing.assert_close(gradient, at_logits, rtol=precision, atol=precision)

@@ -102,10 +102,39 @@ def losses_and_gradient(
     losses, gradients = [], []
     chunk = chunk_size(vocab_size)
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        h = h.detach().requires_grad_(need_gradient)
-        with torch.set_grad_enabled(need_gradient):
-            loss = token_losses(head, h, t, label_smoothing)
-            if need_gradient:
-                gradients.append(torch.autograd.grad(loss.sum(), h)[0])
-        losses.append(loss.detach())
+        if not need_gradient:
+            with torch.no_grad():
+                losses.append(token_losses(head, h, t, label_smoothing))
+            continue
+        h = h.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = head(h[None])[0]
+        loss, at_logits = losses_and_logit_gradient(logits.detach(), t, label_smoothing)
+        gradients.append(torch.autograd.grad(logits, h, at_logits.to(logits.dtype))[0])
+        losses.append(loss)
     return torch.cat(losses), torch.cat(gradients) if need_gradient else None
+
+
+def losses_and_logit_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of each position, and the gradient of their sum at the logits, from one softmax.
+
+    Autograd would keep the logarithms of the probabilities and pass over (S, V) numbers several times more.
+
+    Args:
+        logits: (S, V); targets: (S,) int64.
+
+    Returns:
+        losses (S,) and gradient (S, V), float32 or better.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets[:, None]
+    gradient = logits.softmax(-1)
+    log_sum = logits.amax(-1, keepdim=True) - gradient.amax(-1, keepdim=True).log()  # of exp(logits)
+    losses = log_sum - (1 - label_smoothing) * logits.gather(-1, targets)
+    gradient.scatter_add_(-1, targets, torch.full_like(losses, label_smoothing - 1))
+    if label_smoothing:
+        losses = losses - label_smoothing * logits.mean(-1, keepdim=True)
+        gradient -= label_smoothing / logits.shape[-1]
+    return losses[:, 0], gradient
