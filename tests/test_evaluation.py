@@ -1,6 +1,8 @@
 """Evaluation through lm-evaluation-harness on local copies, its result files and the report."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -251,3 +253,24 @@ def test_a_callback_that_cannot_work_is_refused_before_training(tmp_path):
     trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigError, match="whole copy of the model"):
         EvaluationCallback(trainer)
+
+
+@pytest.mark.parametrize("module", [["eval.harness"], ["tokenseek_trainer", "eval"]])
+def test_it_runs_as_a_module(checkpoint, module, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        *module,
+        checkpoint,
+        "--suite",
+        "winogrande:0",
+        "--limit",
+        "2",
+        "--data",
+        str(SAMPLES),
+    ]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "result.json")], cwd=SAMPLES.parent.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "result.json").read_text())["limited"]

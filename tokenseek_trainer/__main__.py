@@ -1,0 +1,8 @@
+"""`python -m tokenseek_trainer` is `tokenseek`."""
+
+import sys
+
+from .cli import main
+
+
+sys.exit(main())
