@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tokenseek_trainer import TokenSeekConfig, estimate, losses
 from tokenseek_trainer.cli import main
-from tokenseek_trainer.errors import ConfigError
+from tokenseek_trainer.errors import ConfigError, UnsupportedModelError
 from tokenseek_trainer.estimate import CASES, CONFIGS, Plan, greatest, load_config, parse_bytes, plan_of_recipe
 from tokenseek_trainer.memory import LiveTensors, SavedBytes
 from tokenseek_trainer.recipe import load_recipe
@@ -93,6 +93,26 @@ def test_the_estimate_is_what_real_tensors_need(monkeypatch, case, family, metho
     assert found.gradients == 4 * sum(trained) and found.optimizer == 8 * sum(trained)
     assert found.saved == pytest.approx(saved, rel=0.01)
     assert found.peak - found.parameters - found.optimizer == pytest.approx(peak, rel=0.03)
+
+
+def mixture_of_experts():
+    return AutoConfig.for_model(
+        "mixtral", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128,
+    )  # fmt: skip
+
+
+def test_a_mixture_of_experts_is_estimated_in_bfloat16():
+    config = mixture_of_experts()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    saved, _ = real_step(model, None)
+    found = estimate.estimate(config, tokens=TOKENS, batch=ROWS, dtype="bf16")
+    assert found.saved == pytest.approx(saved, rel=0.05)
+
+
+def test_a_step_that_needs_values_is_refused_with_a_sentence():
+    with pytest.raises(UnsupportedModelError, match="'mixtral' model does not run on tensors without data"):
+        estimate.estimate(mixture_of_experts(), tokens=TOKENS, dtype="fp32")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,6 +9,7 @@ A model of many equal blocks is run at two small depths, and the rest follows: b
 import contextlib
 import copy
 import json
+import logging
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from . import session
 from .adapters import peft_config
 from .config import TokenSeekConfig
-from .errors import ConfigError, closest
+from .errors import ConfigError, UnsupportedModelError, closest
 from .instances import Instances
 from .losses import chunk_size
 from .memory import LiveTensors, SavedBytes
@@ -138,9 +139,16 @@ def estimate(
     depth, period = build.depth_and_period()
 
     def measure(n_blocks):
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised, too
         with FakeTensorMode(allow_non_fake_inputs=True), _masks_as_in_a_run(), _few_chunks():
             model, casting = build(n_blocks), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-            return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
+            try:
+                return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
+            except (RuntimeError, NotImplementedError) as error:
+                raise UnsupportedModelError(
+                    f"A step of this {config.model_type!r} model does not run on tensors without data, so it cannot be estimated "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}). Mixtures of experts need dtype bf16."
+                ) from error
 
     if 4 * period >= depth:
         return _sum_up(measure(depth))
