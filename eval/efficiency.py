@@ -43,6 +43,8 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
         False,
     ),
 }
+SFT = "SFTTrainer"  # as TRL has it: checkpointing, and its fused head, which never holds all logits
+METHODS[SFT] = (None, True)
 PARTS = ("seek", "ditch forward", "backward", "optimizer")
 
 
@@ -56,7 +58,10 @@ def shape(name: str, blocks: int | None):
 
 def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     """The groups of cases: those of one group share model, rows and length, and take turns."""
-    both, main = list(METHODS), ["Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing"]
+    both, main = (
+        [name for name in METHODS if name != SFT],
+        ["Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing"],
+    )
     if device == "cuda" or toy:
         cases = [
             ("qwen2.5-0.5b", "full", (1024, 8192), main),
@@ -77,7 +82,7 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     if quick:
         return [{**ten, "tokens": n, "methods": main} for n in (256, 1024)]
     return [
-        {**small, "methods": both, "rounds": 3},
+        {**small, "methods": [*both, SFT], "rounds": 3},
         *({**ten, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
         *({**ten, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
         {**ten, "adapter": "lora", "methods": main},
@@ -125,7 +130,12 @@ class Case:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             if group["adapter"] != "full":
                 model.enable_input_require_grads()
-        self.model = model
+        self.model, self.forward_options = model, {}
+        if method == SFT:
+            from trl.trainer.utils import add_fused_lm_head
+
+            add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+            self.forward_options = {"fused_lm_head": True}
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         tokens = torch.randint(0, config.vocab_size, (group["rows"], group["tokens"]), device=self.device)
@@ -149,7 +159,7 @@ class Case:
                 clock.stop(self.seconds["seek"])
             with counting as saved:
                 if self.config is None:
-                    loss = self.model(**self.batch, use_cache=False).loss
+                    loss = self.model(**self.batch, use_cache=False, **self.forward_options).loss
                 else:
                     if counts:
                         saved.add(*session.recorded())

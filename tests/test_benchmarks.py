@@ -48,6 +48,17 @@ def test_efficiency_counts_what_the_estimate_gives(method):
     assert all(len(values) == 2 and min(values) > 0 for values in result["seconds"].values())
 
 
+def test_the_sft_baseline_holds_no_logits():
+    group = {"model": "smollm2-135m", "blocks": 1, "rows": 1, "tokens": 64, "ratio": 0.25, "adapter": "full"}
+    measure = {
+        method: script("efficiency")["Case"](group, method, "cpu", torch.float32).measure(steps=1)
+        for method in ("SFTTrainer", "Trainer + checkpointing")
+    }
+    logits = 64 * 49152 * 4
+    saved = {method: found["saved_bytes"] for method, found in measure.items()}
+    assert saved["Trainer + checkpointing"] - saved["SFTTrainer"] >= logits * 0.9
+
+
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_efficiency_measures_adapters(adapter):
     group = {"model": "smollm2-135m", "blocks": 1, "rows": 1, "tokens": 32, "ratio": 0.25, "adapter": adapter}
