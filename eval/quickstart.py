@@ -22,7 +22,7 @@ RUNS = {
     "random supervised tokens": ["--scorer", "random", "--selection", "topk"],
     "the paper's rule (top-k, all tokens)": PAPER,
 }
-KEPT = (  # times are the business of step_cost.py, where cases take turns
+KEPT = (  # times are the business of efficiency.py
     "held_out_loss_before", "held_out_loss_after", "optimizer_steps", "saved_mib", "kept_fraction", "peak_process_mib",
 )  # fmt: skip
 

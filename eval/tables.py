@@ -34,26 +34,27 @@ def where_measured(result: dict) -> str:
 
 
 def headline() -> str:
-    """One step's memory and time beside ordinary training."""
-    result = load("step_cost.json")
-    cases, conditions = result["cases"], result["conditions"]
-    base = cases["Trainer"]
+    """One step's memory and time beside ordinary training: the main group of the efficiency benchmark."""
+    result = load("efficiency.json")
+    group = result["groups"][0]
+    base = group["cases"]["Trainer"]
     lines = [
-        f"One training step of SmolLM2-135M's shape, {conditions['tokens']} tokens, {conditions['dtype']}, 10 % of the tokens kept:",
+        f"One training step of {group['model']}'s shape, {group['tokens']} tokens, {result['conditions']['dtype']}, "
+        f"{group['ratio']:.0%} of the tokens kept:",
         "",
-        "| | kept for the backward | | forward and backward | |",
+        "| | kept for the backward | | time | |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, case in cases.items():
-        mib, seconds = case["saved_bytes"] / 2**20, case["seconds_median"]
+    for name, case in group["cases"].items():
         lines.append(
-            f"| {name} | {mib:.0f} MiB | {case['saved_bytes'] / base['saved_bytes']:.0%} | {seconds:.1f} s | "
-            f"{seconds / base['seconds_median']:.0%} |"
+            f"| {name} | {case['saved_bytes'] / 2**20:.0f} MiB | {case['saved_bytes'] / base['saved_bytes']:.0%} | "
+            f"{case['seconds_median']:.1f} s | {case['seconds_median'] / base['seconds_median']:.0%} |"
         )
+    steps = base["timed_steps"]
     lines += [
         "",
-        f"(`eval/step_cost.py`: activations, keys and values, logits; median of {conditions['measured_steps']} steps, cases "
-        f"taking turns; {where_measured(result)}.)",
+        f"(`eval/efficiency.py`: activations, keys and values, logits; median of {steps} steps with AdamW, each case in a process of "
+        f"its own; {where_measured(result)}.)",
     ]
     return "\n".join(lines)
 
