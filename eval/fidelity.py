@@ -43,7 +43,10 @@ STUDIES = {
     "masked": Study("GSM8K, prompt masked", MAIN),
     "time": Study(
         "GSM8K, prompt masked: the steps that the default makes in full tuning's time",
-        {"default, twice the steps": "--num_train_epochs 2"},
+        {
+            "default, twice the steps": "--num_train_epochs 2",
+            "default, twice the steps, scores reused": "--num_train_epochs 2 --reuse_scores true --eval_steps 75",
+        },
     ),
     "rates": Study(
         "GSM8K, prompt masked: learning rates",
