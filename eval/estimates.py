@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from tokenseek_trainer import TokenSeekConfig
-from tokenseek_trainer.estimate import CASES, Plan, load_config, plan_of_recipe
+from tokenseek_trainer.estimate import load_config
 from tokenseek_trainer.evaluation import save_result
+from tokenseek_trainer.memory_plan import CASES, Plan, plan_of_recipe
 from tokenseek_trainer.provenance import provenance
 from tokenseek_trainer.recipe import load_recipe
 

@@ -88,6 +88,7 @@ def compact(cell: dict) -> dict:
         **{key: cell["summary"][key] for key in kept},
         "curve": [[point["step"], point["eval_loss"]] for point in curve],
         "learning_rate": cell["plan"]["recipe"]["training"]["learning_rate"],
+        "threads": cell["hardware"]["threads"],
         "commit": cell["commit"],
     }
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from workspace import make_workspace
 
-from tokenseek_trainer.estimate import Plan, load_config
+from tokenseek_trainer.estimate import load_config
+from tokenseek_trainer.memory_plan import Plan
 from tokenseek_trainer.recipe import load_recipe
 from tokenseek_trainer.sweep import CELL_NAME
 
@@ -126,7 +127,7 @@ def test_fidelity_collects_finished_cells_only(monkeypatch, tmp_path):
     fidelity = script("fidelity")
     study = fidelity["STUDIES"]["masked"]
     cell = {
-        "group": "full", "seed": 0, "commit": "abc", "versions": {}, "hardware": {},
+        "group": "full", "seed": 0, "commit": "abc", "versions": {}, "hardware": {"threads": 1},
         "summary": dict.fromkeys(
             ("optimizer_steps", "held_out_loss_before", "held_out_loss_after", "saved_mib", "kept_fraction", "seconds_per_step"), 1.0
         ),

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tokenseek_trainer import TokenSeekConfig, estimate, losses
 from tokenseek_trainer.cli import main
 from tokenseek_trainer.errors import ConfigError, UnsupportedModelError
-from tokenseek_trainer.estimate import CASES, CONFIGS, Plan, greatest, load_config, parse_bytes, plan_of_recipe
+from tokenseek_trainer.estimate import CONFIGS, load_config
 from tokenseek_trainer.memory import LiveTensors, SavedBytes
+from tokenseek_trainer.memory_plan import CASES, Plan, greatest, parse_bytes, plan_of_recipe
 from tokenseek_trainer.recipe import load_recipe
 from tokenseek_trainer.selection import select
 from tokenseek_trainer.session import TokenSeekSession

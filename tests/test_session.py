@@ -379,3 +379,19 @@ def test_extra_inputs_that_cannot_be_gathered_are_refused_by_name():
 def test_context_layers_outside_the_model_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"block 7.*blocks 0 to 2"):
         TokenSeekSession(tiny_model("llama"), settings(0.5, context_layers=[7]))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_keys_and_values_are_let_go_at_their_last_use(checkpointing):
+    model, data = tiny_model("llama"), ragged_batch((9, 12))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = settings(0.5)
+    with TokenSeekSession(model, config) as session:
+        instances = session.instances(data)
+        scores = session.seek(data, instances).scores(instances, config, 0)
+        assert len(session.recorded()) == 2 * 3
+        loss = session.ditch(data, instances, select(scores, instances, config))
+        assert len(session.recorded()) == (2 * 3 if checkpointing else 0)  # a recomputed block needs them again
+        loss.backward()
+        assert session.recorded() == []

@@ -191,7 +191,8 @@ def _evaluate(options, rest) -> None:
 
 def _estimate(options, rest) -> None:
     from .config import TokenSeekConfig
-    from .estimate import Plan, format_estimates, load_config, parse_bytes, plan_of_recipe
+    from .estimate import load_config
+    from .memory_plan import Plan, format_estimates, parse_bytes, plan_of_recipe
     from .recipe import load_recipe
 
     if options.model.endswith((".yaml", ".yml")):

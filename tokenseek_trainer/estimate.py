@@ -6,28 +6,25 @@ storage is counted. So nothing here knows an architecture, and a step that the l
 A model of many equal blocks is run at two small depths, and the rest follows: bytes are linear in the depth.
 """
 
-import contextlib
 import copy
 import json
 import logging
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from . import session
 from .adapters import peft_config
 from .config import TokenSeekConfig
+from .dataless import AnswersWithoutData, few_chunks, masks_as_in_a_run, on_cpu, quantize
 from .errors import ConfigError, UnsupportedModelError, closest
 from .instances import Instances
-from .losses import chunk_size
 from .memory import LiveTensors, SavedBytes
 from .selection import TokenSelection
+from .session import TokenSeekSession
 from .structure import inspect_model
 
 
@@ -47,7 +44,6 @@ OPTIMIZERS = {
     "sgd": lambda s: 0,
 }  # fmt: skip
 ADAPTER = {"r": 8, "target_modules": "all-linear"}
-FOUR_BIT_BLOCK, SCALE_BLOCK = 64, 256  # NF4 with double quantisation
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def estimate(
 
     def measure(n_blocks):
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised, too
-        with FakeTensorMode(allow_non_fake_inputs=True), _masks_as_in_a_run(), _few_chunks():
+        with FakeTensorMode(allow_non_fake_inputs=True), masks_as_in_a_run(), few_chunks():
             model, casting = build(n_blocks), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
             try:
                 return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
@@ -189,13 +185,13 @@ class _Builder:
         with torch.device("meta"):  # PEFT converts weights in ways that fake tensors do not allow
             model = AutoModelForCausalLM.from_config(config, dtype=self.dtype).train()
             if self.method == "qlora":
-                _quantize(model, self.dtype)
+                quantize(model, self.dtype)
             if self.method != "full":
                 import peft
 
                 settings = {"method": self.method.removeprefix("q"), **(self.adapter or ADAPTER)}
                 model = peft.get_peft_model(model, peft_config(settings))
-        _on_cpu(model)
+        on_cpu(model)
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             if self.method != "full":
@@ -209,7 +205,7 @@ class _Builder:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         with FakeTensorMode():
-            blocks = inspect_model(_on_cpu(model)).blocks
+            blocks = inspect_model(on_cpu(model)).blocks
         kinds = [
             (layer_types[i], tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
             for i, block in enumerate(blocks)
@@ -225,7 +221,7 @@ def _measure(
     trained = [p for p in model.parameters() if p.requires_grad]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
     step = _ordinary_step if tokenseek is None else _tokenseek_step
-    with LiveTensors(model) as live, _AnswersWithoutData():
+    with LiveTensors(model) as live, AnswersWithoutData():
         saved, keys_values, phases = step(model, live, casting, tokens, batch, tokenseek)
     return {
         "parameters": sum(storage.nbytes() for storage in storages.values()),
@@ -251,7 +247,7 @@ def _tokenseek_step(model, live, casting, tokens, batch, config):
     k = min(tokens, max(config.min_tokens, round(config.ratio * tokens)))
     weights = torch.ones(batch, k, dtype=torch.float64)
     selection = TokenSelection(ids[:, :k], torch.ones(batch, k, dtype=torch.bool), weights)
-    with session.TokenSeekSession(model, config) as passes:
+    with TokenSeekSession(model, config) as passes:
         with casting:
             passes.seek({"input_ids": ids}, instances)
         phases = {"peak seek": live.peak}
@@ -271,239 +267,3 @@ def _backward(loss, live, phases: dict) -> dict:
     half = len(backward) // 2
     ends = {"peak backward, first half": max(backward[:half]), "peak backward, second half": max(backward[half:])}
     return {**phases, "peak forward": max(forward), **ends}
-
-
-# ---- tensors without data ----
-
-
-@contextlib.contextmanager
-def _masks_as_in_a_run():
-    """transformers builds masks that a run would not need when it sees a fake tensor, in case values would ask for them."""
-    before, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: False
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = before
-
-
-@contextlib.contextmanager
-def _few_chunks():
-    """Let the head see two chunks of positions: the others would need the same memory after them, and much time."""
-    exact = session.losses_and_gradient, session.weighted_loss
-
-    def losses_and_gradient(head, hidden, targets, vocab_size, smoothing, need_gradient):
-        n = min(len(hidden), 2 * chunk_size(vocab_size))
-        rest = hidden.new_empty(len(hidden) - n, hidden.shape[1] if need_gradient else 0)
-        losses, gradient = exact[0](head, hidden[:n], targets[:n], vocab_size, smoothing, need_gradient)
-        losses = torch.cat([losses, losses.new_empty(len(hidden) - n)])
-        return losses, torch.cat([gradient, rest]) if need_gradient else None
-
-    def weighted_loss(head, hidden, targets, weights, vocab_size, *options):
-        n = min(len(hidden), 2 * chunk_size(vocab_size))
-        return exact[1](head, hidden[:n], targets[:n], weights[:n], vocab_size, *options)
-
-    session.losses_and_gradient, session.weighted_loss = losses_and_gradient, weighted_loss
-    try:
-        yield
-    finally:
-        session.losses_and_gradient, session.weighted_loss = exact
-
-
-def _on_cpu(model: nn.Module) -> nn.Module:
-    """Turn weights on the meta device into fake ones on the CPU, where the fused kernels are. Tied weights stay tied."""
-    made = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                tensors[name] = made[id(tensor)]
-    return model
-
-
-class _AnswersWithoutData(torch.utils._python_dispatch.TorchDispatchMode):
-    """Answers what depends on values: a flag is true, and a mask selects everything.
-
-    So `hidden[mask]` has as many rows as `mask` has elements: every position is supervised, every slot is used.
-    """
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        if function is aten._local_scalar_dense.default:
-            return True if args[0].dtype == torch.bool else 1
-        if function is aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
-        if function in (
-            aten.index.Tensor,
-            aten.index_put.default,
-            aten.index_put_.default,
-            aten._index_put_impl_.default,
-        ):
-            args = (args[0], _all_of(args[1]), *args[2:])
-        return function(*args, **(kwargs or {}))
-
-
-def _all_of(indices) -> list:
-    found = []
-    for index in indices:
-        if index is not None and index.dtype == torch.bool:
-            found += [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
-        else:
-            found.append(index)
-    return found
-
-
-class _FourBit(torch.autograd.Function):
-    """As bitsandbytes multiplies: the weight is unpacked for the product, in both directions, and nothing is kept."""
-
-    @staticmethod
-    def forward(ctx, x, shape, dtype):
-        ctx.shape, ctx.dtype = shape, dtype
-        return linear(x.to(dtype), torch.empty(shape, dtype=dtype)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return (gradient.to(ctx.dtype) @ torch.empty(ctx.shape, dtype=ctx.dtype)).to(gradient.dtype), None, None
-
-
-class _FourBitLinear(nn.Linear):
-    """Stands for bitsandbytes.nn.Linear4bit, which cannot be built without data."""
-
-    def forward(self, x):
-        out = _FourBit.apply(x, (self.out_features, self.in_features), self.compute_dtype)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
-    """What loading in 4 bits and `prepare_model_for_kbit_training` make of a model."""
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if type(module) is nn.Linear and module is not head:
-            count = module.weight.numel()
-            module.__class__, module.compute_dtype = _FourBitLinear, dtype
-            module.weight = nn.Parameter(torch.empty((count + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
-            module.register_buffer("absmax", torch.empty(count // FOUR_BIT_BLOCK, dtype=torch.uint8))
-            module.register_buffer("nested_absmax", torch.empty(-(-count // FOUR_BIT_BLOCK // SCALE_BLOCK)))
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
-
-
-# ---- what the command shows ----
-
-CASES = {  # tokens ditched, activation checkpointing
-    "ordinary": (False, False),
-    "ordinary + checkpointing": (False, True),
-    "TokenSeek": (True, False),
-    "TokenSeek + checkpointing": (True, True),
-}
-LONGEST, LARGEST = 2**20, 2**12  # where the searches end
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run is estimated for: arguments of `estimate` that all cases share."""
-
-    config: object
-    tokenseek: TokenSeekConfig
-    tokens: int
-    batch: int = 1
-    method: str = "full"
-    dtype: str = "bf16"
-    optim: str = "adamw_torch_fused"
-    autocast: bool = False
-    adapter: dict | None = None
-
-    def estimate(self, case: str, **changes) -> MemoryEstimate:
-        """The estimate of one of `CASES`, with other settings where `changes` names them."""
-        ditches, checkpointing = CASES[case]
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
-        settings.update(changes, checkpointing=checkpointing)
-        if not ditches:
-            settings["tokenseek"] = None
-        return estimate(self.config, **settings)
-
-    def longest(self, case: str, memory: int) -> int:
-        """The longest row, in multiples of 128 tokens, of which `batch` fit into `memory` bytes; 0 if none does."""
-        return 128 * greatest(lambda n: self.estimate(case, tokens=128 * n).peak, memory, LONGEST // 128)
-
-    def largest(self, case: str, memory: int) -> int:
-        """The largest batch that fits into `memory` bytes; 0 if none does."""
-        return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
-
-
-def plan_of_recipe(recipe) -> Plan:
-    """The plan of a `Recipe`: rows of data.max_length tokens, its batch, optimizer, adapters and quantisation."""
-    adapter = dict(recipe.peft)
-    method = adapter.get("method", "full")
-    training = recipe.training
-    return Plan(
-        load_config(recipe.model.name),
-        recipe.tokenseek,
-        tokens=recipe.data.max_length or 2048,
-        batch=training.get("per_device_train_batch_size", 8),
-        method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
-        dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
-        optim=training.get("optim", "adamw_torch_fused"),
-        autocast=bool(training.get("bf16") or training.get("fp16")),
-        adapter=adapter or None,
-    )
-
-
-def format_estimates(plan: Plan, memory: int | None = None) -> str:
-    """A Markdown table with a column per component and a row per case, in GiB.
-
-    Args:
-        memory: bytes of the device; adds whether each case fits, the longest row and the largest batch.
-    """
-    head = ["", "weights", "gradients", "optimizer", "kept for backward", "of it keys, values", "peak", "of ordinary"]
-    if memory is not None:
-        head += ["fits", "longest row", "largest batch"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    ordinary = None
-    for case in CASES:
-        found = plan.estimate(case)
-        ordinary = ordinary or found
-        parts = (found.parameters, found.gradients, found.optimizer, found.saved, found.keys_values, found.peak)
-        cells = [case, *(f"{part / 2**30:.2f}" for part in parts), f"{found.peak / ordinary.peak:.0%}"]
-        if memory is not None:
-            cells += [
-                "yes" if found.peak <= memory else "no",
-                str(plan.longest(case, memory)),
-                str(plan.largest(case, memory)),
-            ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def greatest(need, available: float, limit: int) -> int:
-    """The greatest n in 1..limit with need(n) <= available, 0 if there is none. `need` rises, nearly along a line."""
-    low, high, known, n = 0, limit + 1, {}, 1
-    while True:
-        known[n] = need(n)
-        low, high = (n, high) if known[n] <= available else (low, n)
-        if high - low <= 1:
-            return low
-        a, b = (sorted(known, key=lambda m: abs(known[m] - available)) * 2)[:2]  # the line through the two nearest
-        guess = a + (available - known[a]) * (b - a) / (known[b] - known[a]) if known[a] != known[b] else 4 * low
-        if len(known) % 4 == 0 and high <= limit:
-            guess = (low + high) // 2  # where need() is no line, halving still ends soon
-        n = int(max(low + 1, min(guess, high - 1, 64 * low)))
-
-
-def parse_bytes(text: str) -> int:
-    """ "24GiB", "80GB" or a number of bytes.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    units = {"": 1, "b": 1, "mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in units or float(match[1]) == 0:
-        raise ConfigError(f"Memory is written 24GiB, 80GB or as a number of bytes; got {text!r}.")
-    return int(float(match[1]) * units[match[2]])

@@ -335,9 +335,8 @@ class TokenSeekSession:
         call = self._call_of(module)
         record = self.records[call]
         record.uses += 1
-        if (
-            record.uses == self._uses
-        ):  # then only autograd holds it, and frees it when the backward has passed the block
+        if record.uses == self._uses:
+            # From here only autograd holds it, and frees it when the backward has passed the block.
             del self.records[call]
         return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
 
