@@ -312,7 +312,7 @@ def main() -> None:
             "benchmark": "efficiency",
             "conditions": {
                 "dtype": "float32" if options.device == "cpu" else "bfloat16", "optimizer": "AdamW, fused", "seed": 0,
-                "supervised": "all tokens", "steps_of_a_turn": options.steps, "quick": options.quick,
+                "supervised": "all tokens", "rounds": options.rounds, "steps_of_a_turn": options.steps, "quick": options.quick,
             },
             "groups": done,
             **provenance(),

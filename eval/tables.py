@@ -170,7 +170,7 @@ def estimates() -> str:
 def fidelity() -> str:
     """Held-out loss of every finished study, and the share of full tuning's gain at equal steps."""
     lines = []
-    for name in ("masked", "time", "ratios", "rates", "unmasked", "instructions", "lora"):
+    for name in ("masked", "time", "sink", "ratios", "rates", "unmasked", "instructions", "lora"):
         path = RESULTS / f"fidelity_{name}.json"
         if path.is_file():
             lines += [*_study(json.loads(path.read_text())), ""]
@@ -181,7 +181,7 @@ def _study(result: dict) -> list[str]:
     """One study as a table. Shares are of the full tuning with the same seed, in the main study if this one has none."""
     cells = result["cells"]
     full = {cell["seed"]: cell for cell in [*load("fidelity_masked.json")["cells"], *cells] if cell["group"] == "full"}
-    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("time", "ratios")
+    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("time", "sink", "ratios")
     lines = [
         f"{result['about']}; held-out loss {cells[0]['held_out_loss_before']:.3f} at the start:",
         "",
