@@ -1,10 +1,12 @@
 """Evaluation through lm-evaluation-harness on local copies, its result files and the report."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainingArguments
@@ -90,6 +92,22 @@ def test_the_model_comes_back_in_its_mode(checkpoint):
     model.train()
     evaluate(model, tokenizer, "winogrande:0", limit=2, data=SAMPLES)
     assert model.training
+
+
+def test_no_random_number_of_the_run_is_drawn(checkpoint):
+    model, tokenizer = load_checkpoint(checkpoint)
+
+    def next_numbers():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def seeded():
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+
+    seeded()
+    expected = next_numbers()
+    seeded()
+    evaluate(model, tokenizer, "winogrande:0", limit=2, data=SAMPLES)
+    assert next_numbers() == expected
 
 
 def test_an_adapter_folder_finds_its_base_and_its_tokenizer(checkpoint, tmp_path):
