@@ -48,6 +48,19 @@ STUDIES = {
             "default, twice the steps, scores reused": "--num_train_epochs 2 --reuse_scores true --eval_steps 75",
         },
     ),
+    "parts": Study(
+        "GSM8K, prompt masked: more tokens, in parts of a tenth",
+        {
+            f"ratio {0.1 * parts:.1f} in {parts} parts": f"--ratio {0.1 * parts:.1f} --parts {parts}"
+            for parts in (2, 3)
+        },
+    ),
+    "long": Study(
+        "GSM8K, prompt masked, three epochs",
+        {**MAIN, "ratio 0.3 in 3 parts": "--ratio 0.3 --parts 3"},
+        settings="--learning_rate 1e-4 --num_train_epochs 3",
+        seeds=(0,),
+    ),
     "rates": Study(
         "GSM8K, prompt masked: learning rates",
         {

@@ -1,10 +1,12 @@
 """Runs in each process of `test_distributed.py`: trains or differentiates, and process 0 saves what came out."""
 
+import contextlib
 import json
 import sys
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from test_session import run_passes, settings
 from test_trainer import arguments, examples
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,10 +22,10 @@ from tokenseek_trainer.testing import ragged_batch, tiny_model
 LENGTHS = (4, 9, 6, 12, 7, 5, 10, 8)
 
 
-def train(folder, ratio=None, steps=1, **overrides):
+def train(folder, ratio=None, steps=1, parts=1, **overrides):
     """Parameters and logs of a run; ratio None is the stock Trainer."""
     model = tiny_model("llama")
-    kwargs = {} if ratio is None else {"tokenseek": TokenSeekConfig.paper(ratio=ratio)}
+    kwargs = {} if ratio is None else {"tokenseek": TokenSeekConfig.paper(ratio=ratio, parts=parts)}
     trainer = (Trainer if ratio is None else TokenSeekTrainer)(
         model=model,
         args=arguments(folder, max_steps=steps, optim="sgd", lr_scheduler_type="constant", **overrides),
@@ -56,7 +58,7 @@ def rows_of_rank(split):
     return {name: tensor[part] for name, tensor in batch.items()}, (batch["labels"][:, 1:] != -100).sum()
 
 
-def differentiate(wrapper, ratio, split, checkpointing):
+def differentiate(wrapper, ratio, split, checkpointing, parts=1):
     """Gradients of one batch that is split over the processes, gathered."""
     model = tiny_model("llama")
     if checkpointing:
@@ -76,8 +78,12 @@ def differentiate(wrapper, ratio, split, checkpointing):
     with TokenSeekSession(wrapped, config) as session:
         instances = session.instances(rows)
         selection = select(session.seek(rows, instances).scores(instances, config, 0), instances, config)
-        loss = session.ditch(rows, instances, selection, n_items) * dist.get_world_size()
-        loss.backward()
+        to_come = selection.parts(parts)
+        while to_come:
+            part, to_come = to_come[0], to_come[1:]
+            with Accelerator().no_sync(wrapped) if to_come and wrapper == "ddp" else contextlib.nullcontext():
+                loss = session.ditch(rows, instances, part, n_items, to_come=to_come) * dist.get_world_size()
+                loss.backward()
     gathered = {}
     for name, p in model.named_parameters():
         gathered[name] = p.grad.full_tensor() if wrapper == "fsdp2" else p.grad

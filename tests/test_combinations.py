@@ -54,6 +54,12 @@ TESTED = {
     "gradient accumulation": Case({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "bf16 autocast": Case({"bf16": True}, tolerance=2**-6),
     "kv_store on the CPU": Case(tokenseek={"kv_store": "cpu"}),
+    "parts": Case(tokenseek={"parts": 3}),
+    "parts, LoRA, activation checkpointing, accumulation": Case(
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        adapter=peft.LoraConfig(**LORA),
+        tokenseek={"parts": 2},
+    ),
     "eager attention": Case(attention="eager"),
     "label smoothing": Case({"label_smoothing_factor": 0.1}),
     "8-bit AdamW": Case({"optim": "adamw_bnb_8bit"}),
@@ -255,6 +261,18 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, trainer, name):
         else:
             args = test_trainer.arguments(tmp_path, **arguments)
             TokenSeekTrainer(model=model, args=args, train_dataset=test_trainer.examples(), **extra)
+
+
+@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
+def test_parts_are_refused_where_the_backward_updates_weights(tmp_path, optim):
+    with pytest.raises(UnsupportedModelError, match=r"parts=2 is not supported with optim.*Set parts=1"):
+        build(tmp_path, "Trainer", TokenSeekConfig(parts=2), Case({"optim": optim, **GALORE}))
+
+
+def test_parts_are_refused_where_tokens_see_later_ones(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"parts=2 is not supported for 'bert'.*Set parts=1"):
+        args = test_trainer.arguments(tmp_path)
+        TokenSeekTrainer(tiny_model("bert"), args, train_dataset=[], tokenseek=TokenSeekConfig(parts=2))
 
 
 def test_data_parallel_is_refused():

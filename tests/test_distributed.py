@@ -55,6 +55,14 @@ def results(tmp_path_factory):
         sft = {"folder": str(folder), "ratio": ratio}
         two[f"sft {ratio}"] = ("train_sft", {**sft, "per_device_train_batch_size": 4})
         one[f"sft {ratio}"] = ("train_sft", {**sft, "per_device_train_batch_size": 8})
+    for batch, (rows, steps) in BATCHES.items():
+        common = {"folder": str(folder), "ratio": 0.8, "parts": 3, "gradient_accumulation_steps": steps}
+        two[f"parts {batch}"] = ("train", {**common, "per_device_train_batch_size": rows})
+        one[f"parts {batch}"] = ("train", {**common, "per_device_train_batch_size": 2 * rows, "parts": 1})
+    for wrapper, split in itertools.product(("ddp", "fsdp2"), ("even", "masked")):
+        arguments = {"wrapper": wrapper, "ratio": 0.8, "split": split, "checkpointing": True, "parts": 3}
+        two[f"parts {wrapper} {split}"] = ("differentiate", arguments)
+        one[f"0.8 {split}"] = ("reference", {"ratio": 0.8, "split": split})
     series = {"folder": str(folder), "ratio": 0.3, "steps": 30}
     two["series"] = ("train", {**series, "per_device_train_batch_size": 4})
     one["series"] = ("train", {**series, "per_device_train_batch_size": 8})
@@ -95,6 +103,21 @@ def test_wrapped_passes_give_the_gradient_of_one_process(results, wrapper, ratio
     two, one = results
     found = two[f"{wrapper} {ratio} {split} {checkpointing}"]
     assert relative_error(found, one[f"{ratio} {split}"]) < 1e-9
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_parts_on_two_processes_are_the_whole_on_one(results, batch):
+    two, one = (result[f"parts {batch}"] for result in results)
+    assert relative_error(two[0], one[0]) < 1e-9
+    for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept"):
+        assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
+
+
+@pytest.mark.parametrize("split", ["even", "masked"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_wrapped_parts_give_the_gradient_of_the_whole(results, wrapper, split):
+    two, one = results
+    assert relative_error(two[f"parts {wrapper} {split}"], one[f"0.8 {split}"]) < 1e-9
 
 
 def test_a_whole_run_on_two_processes_follows_that_on_one(results):

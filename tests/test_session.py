@@ -395,3 +395,34 @@ def test_keys_and_values_are_let_go_at_their_last_use(checkpointing):
         assert len(session.recorded()) == (2 * 3 if checkpointing else 0)  # a recomputed block needs them again
         loss.backward()
         assert session.recorded() == []
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("ratio", [0.3, 0.999, 1.0])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_parts_add_up_to_the_gradient_of_the_whole(family, batch, ratio, checkpointing):
+    model, data, config = tiny_model(family), BATCHES[batch](), settings(ratio)
+    loss, _, _, _, whole = run_passes(model, data, config)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for count in (2, 3, 5):
+        parts_loss, found = run_parts(model, data, config, count)
+        assert abs(parts_loss - loss) < 1e-12 * abs(loss)
+        assert relative_error(found, whole) < 1e-12
+
+
+def run_parts(model, data, config, count):
+    """Summed loss and gradients of the ditch pass in parts."""
+    total = 0.0
+    with TokenSeekSession(model, config) as session:
+        instances = session.instances(data)
+        found = session.seek(data, instances)
+        selection = select(found.scores(instances, config, 0), instances, config)
+        parts = selection.parts(count)
+        for i, part in enumerate(parts):
+            loss = session.ditch(data, instances, part, to_come=parts[i + 1 :])
+            loss.backward()
+            total += loss.detach()
+        assert not session.records and not session.carried()
+    return total, gradients(model)

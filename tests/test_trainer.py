@@ -112,6 +112,29 @@ def test_keeping_all_tokens_through_the_two_passes_is_the_stock_trainer(tmp_path
     assert relative_error(a, b) < 1e-4  # AdamW's first steps amplify the float32 rounding of the stock loss
 
 
+def test_full_fine_tuning_in_parts_is_the_stock_trainer(tmp_path):
+    """Ratio 1.0 keeps prompts too, whatever select_from says; the scores that nobody needs are not made."""
+    data, settings = examples(n_prompt=3), {"max_steps": 3, "optim": "sgd", "logging_steps": 1}
+    stock, expected = trained(tmp_path, None, trainer_class=Trainer, data=data, **settings)
+    ours, found = trained(tmp_path, TokenSeekConfig(ratio=1.0, parts=3, reuse_scores=True), data=data, **settings)
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-6)
+    assert relative_error(found, expected) < 1e-6
+    assert "full_loss" not in ours.state.log_history[0] and len(ours._score_store) == 0
+
+
+def test_parts_keep_less_for_the_backward_and_log_the_same(tmp_path):
+    data = examples((60, 50, 40, 64))
+    logs, first = {}, None
+    for parts in (1, 2, 4):
+        trainer, after = trained(tmp_path, PAPER(ratio=0.8, parts=parts), data=data)
+        logs[parts] = trainer.state.log_history[0]
+        first = first or after
+        assert relative_error(after, first) < 1e-9
+    for key in ("loss", "full_loss", "grad_norm", "kept_tokens", "kept_fraction", "supervised_kept"):
+        assert logs[4][key] == pytest.approx(logs[1][key], rel=1e-9), key
+    assert logs[1]["saved_mib"] > 1.6 * logs[2]["saved_mib"] > 2 * logs[4]["saved_mib"]
+
+
 def test_logged_quantities(tmp_path):
     trainer, _ = trained(tmp_path, PAPER(ratio=0.5))
     log = trainer.state.log_history[0]

@@ -4,7 +4,8 @@ Letters: B batch rows, H heads, G key/value heads, D head width, n tokens of a r
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers import Cache
 
 from .errors import UnsupportedModelError
 from .scoring import eager_attention_weights
+from .selection import TokenSelection
 
 
 # Arguments that change the attention formula; a call that has one goes through the model file's own eager function.
@@ -72,15 +74,24 @@ class DenseMask:
 
 
 @dataclass
+class CarriedGradient:
+    """Gradient at one module's keys, or values, of the positions whose part is still to come: (m, G, D), None before any."""
+
+    values: torch.Tensor | None = None
+
+
+@dataclass
 class LayerRecord:
     """Keys and values of one attention module, (B, G, n, D), as the ordinary forward made them.
 
-    `uses` counts the calls of the module in the ditch pass; a checkpointed block calls it again in the backward.
+    `uses` counts the calls of the module in a ditch pass; a checkpointed block calls it again in the backward.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     uses: int = 0
+    at_key: CarriedGradient = field(default_factory=CarriedGradient)
+    at_value: CarriedGradient = field(default_factory=CarriedGradient)
 
     @classmethod
     def of(cls, key, value, device: str) -> "LayerRecord":
@@ -116,12 +127,16 @@ def _own(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 class _Splice(torch.autograd.Function):
-    """Write the selected tokens' keys (or values) over the recorded ones, in place; all other positions are constants."""
+    """Write the selected tokens' keys (or values) over the recorded ones, in place; all other positions are constants.
+
+    Their gradient is that of this part's queries, and of those of later tokens, whose parts ran before. What this part's
+    queries send to positions of parts to come is carried there: a causal model's tokens are seen by later ones only.
+    """
 
     @staticmethod
-    def forward(ctx, fresh, store, rows, positions, slots):
-        ctx.save_for_backward(rows, positions, slots)
-        ctx.shape = fresh.shape
+    def forward(ctx, fresh, store, selected, carried):
+        ctx.selected, ctx.carried, ctx.shape = selected, carried, fresh.shape
+        rows, positions, slots = selected.rows, selected.positions, selected.slots
         # `.data`: a recomputed layer writes again, into a storage whose first version autograd still watches.
         store = store.data
         store[rows, :, positions] = fresh[rows, :, slots].to(store.dtype)
@@ -129,29 +144,43 @@ class _Splice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        rows, positions, slots = ctx.saved_tensors
+        selected, carried = ctx.selected, ctx.carried
+        own = gradient[selected.rows, :, selected.positions]
+        if carried.values is not None:
+            own, carried.values = own + carried.values[: len(own)], carried.values[len(own) :]
+        if len(selected.rows_to_come):
+            to_come = gradient[selected.rows_to_come, :, selected.positions_to_come]
+            carried.values = to_come if carried.values is None else carried.values + to_come
         fresh = gradient.new_zeros(ctx.shape)
-        fresh[rows, :, slots] = gradient[rows, :, positions]
-        return fresh, None, None, None, None
+        fresh[selected.rows, :, selected.slots] = own
+        return fresh, None, None, None
 
 
 @dataclass
 class SelectedPositions:
-    """(B, k) selected positions, and the list of those that are not empty slots."""
+    """The selected positions that are not empty slots, as lists, and those of the parts to come, part after part."""
 
-    indices: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    rows_to_come: torch.Tensor
+    positions_to_come: torch.Tensor
 
     @classmethod
-    def of(cls, indices: torch.Tensor, mask: torch.Tensor) -> "SelectedPositions":
-        rows, slots = mask.nonzero(as_tuple=True)
-        return cls(indices, rows, indices[rows, slots], slots)
+    def of(cls, selection: TokenSelection, to_come: Sequence[TokenSelection] = ()) -> "SelectedPositions":
+        rows, slots = selection.mask.nonzero(as_tuple=True)
+        later = [part.mask.nonzero(as_tuple=True) for part in to_come]
+        return cls(
+            rows,
+            selection.indices[rows, slots],
+            slots,
+            torch.cat([rows[:0], *(r for r, _ in later)]),
+            torch.cat([rows[:0], *(part.indices[at] for part, at in zip(to_come, later, strict=True))]),
+        )
 
-    def splice(self, fresh: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+    def splice(self, fresh: torch.Tensor, store: torch.Tensor, carried: CarriedGradient) -> torch.Tensor:
         """(B, G, k, D) fresh keys or values into the (B, G, n, D) recorded ones."""
-        return _Splice.apply(fresh, store.to(fresh.device), self.rows, self.positions, self.slots)
+        return _Splice.apply(fresh, store.to(fresh.device), self, carried)
 
 
 class RowMasks:

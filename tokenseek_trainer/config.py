@@ -45,6 +45,9 @@ class TokenSeekConfig:
             keeps its scale; `"none"` counts every kept token once and every ditched token as zero.
         reuse_scores: Score an instance when it is first seen and go on with these scores in later epochs, which then cost no
             more than random selection. Draws are still new at every step. The scores are saved with every checkpoint.
+        parts: Run the ditch pass on the kept tokens in this many parts, >= 1, the last tokens first, each part handing on the
+            gradient at keys and values of the earlier tokens. The gradient is the same, activations are kept for one part at
+            a time, and each part costs one more call of the model. With ratio 1.0 this is exact full fine-tuning.
         kv_store: Where keys and values of ditched tokens wait between the two passes: `"device"` or `"cpu"`.
         self_check: Compare the ditch pass with the ordinary forward on the first training batch, and stop if they
             differ.
@@ -65,6 +68,7 @@ class TokenSeekConfig:
     min_tokens: int = 1
     token_weight: str = "instance"
     reuse_scores: bool = False
+    parts: int = 1
     kv_store: str = "device"
     self_check: bool = True
     seed: int = 0
@@ -75,6 +79,7 @@ class TokenSeekConfig:
         self._number("beta", lambda x: x >= 0, "a number >= 0")
         self._number("uniform_share", lambda x: 0 <= x <= 1, "a number in [0, 1]")
         self._integer("min_tokens", 1)
+        self._integer("parts", 1)
         self._integer("seed", 0)
         for name, allowed in CHOICES.items():
             value = getattr(self, name)

@@ -32,6 +32,24 @@ class TokenSelection:
         """(B, k) bool: kept positions whose loss counts."""
         return self.weights > 0
 
+    def parts(self, count: int) -> list["TokenSelection"]:
+        """Every row's kept positions in `count` parts of nearly equal size, the last positions first.
+
+        Rows with fewer kept positions than parts have parts without any.
+        """
+        n_kept = self.mask.sum(1, keepdim=True)
+        slots = torch.arange(self.mask.shape[1], device=self.mask.device)
+        found = []
+        for part in reversed(range(count)):
+            first, end = part * n_kept // count, (part + 1) * n_kept // count
+            width = max(1, int((end - first).max()))
+            index = first + slots[:width]
+            mask = index < end
+            index = torch.where(mask, index, 0)
+            indices = torch.where(mask, self.indices.gather(1, index), 0)
+            found.append(TokenSelection(indices, mask, self.weights.gather(1, index).masked_fill(~mask, 0.0)))
+        return found
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Take the kept positions of a (B, n, ...) tensor: (B, k, ...)."""
         index = self.indices.reshape(self.indices.shape + (1,) * (values.ndim - 2))
@@ -42,10 +60,10 @@ def candidates(instances: Instances, config: TokenSeekConfig, causal: bool) -> t
     """(B, n) bool: positions that may be kept.
 
     Padding never is, nor a position of an instance without any loss, nor, in a causal model, one after the last
-    supervised position of its instance: it can influence no loss.
+    supervised position of its instance: it can influence no loss. All others are kept at ratio 1.0, whatever `select_from`.
     """
     real = instances.ids >= 0
-    if config.select_from == "supervised":
+    if config.select_from == "supervised" and config.ratio < 1:
         return real & instances.supervised
     last = instances.last_supervised()[instances.ids.clamp(min=0)]
     if not causal:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -138,6 +139,7 @@ class TokenSeekSession:
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
         self._context_parts = []
+        self._positions, self._is_last_part = None, True
         self._found = SeekResult()
         self._mode = "seek"
         with contextlib.ExitStack() as stack:
@@ -165,6 +167,7 @@ class TokenSeekSession:
         *,
         label_smoothing: float = 0.0,
         statistics: TokenStatistics | None = None,
+        to_come: Sequence[TokenSelection] = (),
     ) -> torch.Tensor:
         """Run the model with grad on the selected tokens only, and return the loss that stands for all tokens.
 
@@ -176,6 +179,8 @@ class TokenSeekSession:
             num_items_in_batch: N, the supervised positions of the whole accumulated, all-rank batch; None for those of
                 this batch.
             statistics: is filled with those of the kept supervised positions, unless None.
+            to_come: the parts that follow, if `selection` is one of `TokenSelection.parts`. The gradients of all parts then add
+                up to that of the whole selection, if each part's backward is over before the next one starts.
 
         Returns:
             Scalar loss. With no supervised position it is 0 and its gradients are 0.
@@ -185,13 +190,18 @@ class TokenSeekSession:
         n_items = instances.n_supervised.sum() if num_items_in_batch is None else num_items_in_batch
         self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, statistics
-        self._start_ditch(selection)
+        self._start_ditch(selection, to_come)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
             return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
         """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them."""
         return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
+
+    def carried(self) -> list[torch.Tensor]:
+        """The gradients that wait for the parts to come."""
+        both = [carried.values for record in self.records.values() for carried in (record.at_key, record.at_value)]
+        return [values for values in both if values is not None]
 
     # ---- what the model calls ----
 
@@ -335,10 +345,11 @@ class TokenSeekSession:
         call = self._call_of(module)
         record = self.records[call]
         record.uses += 1
-        if record.uses == self._uses:
+        if record.uses == self._uses and self._is_last_part:
             # From here only autograd holds it, and frees it when the backward has passed the block.
             del self.records[call]
-        return self._positions.splice(key, record.key), self._positions.splice(value, record.value)
+        positions = self._positions
+        return positions.splice(key, record.key, record.at_key), positions.splice(value, record.value, record.at_value)
 
     def _enter_block(self, block, args) -> None:
         if self._mode != "seek":
@@ -387,6 +398,7 @@ class TokenSeekSession:
             rule = self._rules[self._n_masks]
             self._n_masks += 1
             rows = rule.rows(self._selection.indices)
+            self._refuse_sight_of(self._done, rows)
             if not self.structure.attention_by_hand:
                 return rows
             if self.implementation == "eager":  # it adds the mask itself
@@ -398,6 +410,17 @@ class TokenSeekSession:
             # Masks that were not needed (None) stand for plain causal or full attention: any rule that gave None is it.
             self._rule_of_mask[None if mask is None else id(mask)] = (self._rules[-1], mask)
         return mask
+
+    def _refuse_sight_of(self, done: list[SelectedPositions], rows: torch.Tensor) -> None:
+        """Keys of the parts that ran before must be hidden from this part: its gradient at them would come too late."""
+        selected = self._selection.mask
+        for positions in done:
+            seen = rows[positions.rows, 0, :, positions.positions] & selected[positions.rows]
+            if seen.any():
+                raise UnsupportedModelError(
+                    f"Tokens of the {self.structure.model_type!r} model attend to later ones, so their gradient cannot be made in "
+                    "parts. Set parts=1."
+                )
 
     def _rule_of(self, mask) -> MaskRule | DenseMask:
         found = self._rule_of_mask.get(None if mask is None else id(mask))
@@ -412,9 +435,13 @@ class TokenSeekSession:
 
     # ---- inputs ----
 
-    def _start_ditch(self, selection: TokenSelection) -> None:
+    def _start_ditch(self, selection: TokenSelection, to_come: Sequence[TokenSelection]) -> None:
+        self._done = [*self._done, self._positions] if self._positions and not self._is_last_part else []
         self._selection = selection
-        self._positions = SelectedPositions.of(selection.indices, selection.mask)
+        self._positions = SelectedPositions.of(selection, to_come)
+        self._is_last_part = not to_come
+        for record in self.records.values():
+            record.uses = 0
         self._n_tokens = self._instances.ids.shape[1]
         self._n_masks = 0
         self._calls.clear()

@@ -79,17 +79,17 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
             )
 
     def _statistics(self) -> TokenStatistics:
-        self._kept_statistics = TokenStatistics()
-        return self._kept_statistics
+        return TokenStatistics()
 
     def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
         loss = super()._tokenseek_loss(inputs, num_items_in_batch)
-        self._fill_metrics(inputs)
+        if self._part == self.tokenseek.parts - 1:
+            self._fill_metrics(inputs)
         return loss
 
     def _fill_metrics(self, inputs: dict[str, Any]) -> None:
         """What SFTTrainer.compute_loss would have put into its metrics."""
-        kept, gather = self._kept_statistics, self.accelerator.gather_for_metrics
+        kept, gather = self._token_statistics, self.accelerator.gather_for_metrics
         device = inputs["input_ids"].device
         mask = inputs.get("attention_mask")
         n_tokens = torch.tensor(inputs["input_ids"].numel(), device=device) if mask is None else mask.sum()

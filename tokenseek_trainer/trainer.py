@@ -18,10 +18,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from .collator import TOKEN_COLUMNS, TokenSeekCollator
 from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
+from .instances import Instances
 from .losses import TokenStatistics
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
-from .selection import select, select_given
+from .selection import TokenSelection, select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
 from .structure import context_blocks, inspect_model
@@ -56,6 +57,7 @@ class TokenSeekMixin:
             )
         self._session: TokenSeekSession | None = None
         self._checked = False
+        self._part, self._parts = 0, None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
         self._refuse_other_objectives()
@@ -99,6 +101,7 @@ class TokenSeekMixin:
             raise UnsupportedModelError(
                 "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
             )
+        self._refuse_parts()
         text_config = self._structure.lm.config.get_text_config()
         if getattr(text_config, "output_router_logits", False) and getattr(text_config, "router_aux_loss_coef", 0):
             raise UnsupportedModelError(
@@ -121,18 +124,39 @@ class TokenSeekMixin:
                 f"got {args.max_steps}."
             )
 
+    def _refuse_parts(self) -> None:
+        """Parts need gradients that add up over several backwards, and tokens that see earlier ones only."""
+        parts, optim = self.tokenseek.parts, str(getattr(self.args.optim, "value", self.args.optim))
+        if parts == 1:
+            return
+        if not self._structure.shift:
+            raise UnsupportedModelError(
+                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens attend to later ones. Set parts=1."
+            )
+        if "layerwise" in optim or "lomo" in optim:
+            raise UnsupportedModelError(
+                f"parts={parts} is not supported with optim={optim!r}, which updates weights within the backward. Set parts=1."
+            )
+        if self.is_deepspeed_enabled:
+            raise UnsupportedModelError(f"parts={parts} is not supported with DeepSpeed. Set parts=1.")
+
     # ---- one training step ----
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
-        """The stock step inside a session, which stays open until the backward is over."""
+        """The stock step inside a session, which stays open until the backward is over; once for each of `parts`."""
         if self._keeps_all(inputs):
             undo_cpu_packing(self.model)
             return super().training_step(model, inputs, *args, **kwargs)
+        loss, last = 0.0, self.tokenseek.parts - 1
         with self._open_session(model) as self._session:
             try:
-                return super().training_step(model, inputs, *args, **kwargs)
+                for self._part in range(last + 1):
+                    # Gradients are exchanged between processes once, when they are complete.
+                    with contextlib.nullcontext() if self._part == last else self.accelerator.no_sync(model):
+                        loss = loss + super().training_step(model, inputs, *args, **kwargs)
+                return loss
             finally:
-                self._session = None
+                self._session = self._parts = None
 
     def compute_loss(
         self,
@@ -172,6 +196,7 @@ class TokenSeekMixin:
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
+        """The loss of the part of the selection whose turn it is; the first part seeks."""
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise InputError(
                 f"The batch has no labels (it has: {', '.join(sorted(inputs))}). Give the data set a 'labels' column, or use "
@@ -179,43 +204,56 @@ class TokenSeekMixin:
             )
         session, smoothing = self._session, self.args.label_smoothing_factor
         instances = session.instances(inputs)
-        if self.tokenseek.self_check and not self._checked:
+        if self._part == 0:
+            self._parts = self._seek(inputs, instances, num_items_in_batch).parts(self.tokenseek.parts)
+            self._token_statistics = self._statistics()
+        with self._training_log.counting(self.model, self._part) as saved:
+            if saved is not None:
+                saved.add(*session.recorded(), *session.carried())
+            return session.ditch(
+                inputs,
+                instances,
+                self._parts[self._part],
+                num_items_in_batch,
+                label_smoothing=smoothing,
+                statistics=self._token_statistics,
+                to_come=self._parts[self._part + 1 :],
+            )
+
+    def _seek(self, inputs: dict[str, Any], instances: Instances, num_items_in_batch) -> TokenSelection:
+        """Run the seek pass and select."""
+        session, config = self._session, self.tokenseek
+        if config.self_check and not self._checked:
             self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
         scores = inputs.get("token_scores")
         if scores is not None:
             self._check_scores(scores, instances)
-        elif given is None and self.tokenseek.reuse_scores:
+        elif given is None and config.ratio == 1.0:
+            scores = torch.zeros(instances.ids.shape, device=instances.ids.device)  # all are kept
+        elif given is None and config.reuse_scores:
             scores = self._score_store.get(instances)
-        found = session.seek(inputs, instances, scoring=given is None and scores is None, label_smoothing=smoothing)
+        found = session.seek(
+            inputs,
+            instances,
+            scoring=given is None and scores is None,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
         if given is not None:
-            selection = select_given(given, instances, self.tokenseek)
+            selection = select_given(given, instances, config)
         else:
             if scores is None:
-                scores = found.scores(instances, self.tokenseek, self.state.global_step)
-                if self.tokenseek.reuse_scores:
+                scores = found.scores(instances, config, self.state.global_step)
+                if config.reuse_scores:
                     self._score_store.put(instances, scores)
-            selection = select(
-                scores, instances, self.tokenseek, causal=self._structure.shift, step=self.state.global_step
-            )
-        with self._training_log.counting(self.model) as saved:
-            if saved is not None:
-                saved.add(*session.recorded())
-            loss = session.ditch(
-                inputs,
-                instances,
-                selection,
-                num_items_in_batch,
-                label_smoothing=smoothing,
-                statistics=self._statistics(),
-            )
+            selection = select(scores, instances, config, causal=self._structure.shift, step=self.state.global_step)
         full_loss = found.loss_sum
         if full_loss is not None:
             n_here = instances.n_supervised.sum().clamp(min=1) * self._accumulation
             n_items = n_here if num_items_in_batch is None else num_items_in_batch
             full_loss = full_loss / n_items * self._process_scale(num_items_in_batch)
         self._training_log.add(instances, selection, full_loss, self._accumulation)
-        return loss
+        return selection
 
     def _process_scale(self, num_items_in_batch) -> int:
         """As in the stock Trainer: DDP averages over processes, while N may count the tokens of all of them."""
@@ -239,7 +277,8 @@ class TokenSeekMixin:
 
     def _keeps_all(self, inputs: dict[str, Any]) -> bool:
         """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
-        return self.tokenseek.ratio == 1.0 and inputs.get("token_indices") is None
+        config = self.tokenseek
+        return config.ratio == 1.0 and config.parts == 1 and inputs.get("token_indices") is None
 
     def _statistics(self) -> TokenStatistics | None:
         """What to fill with statistics of the kept tokens; None: nothing is computed."""

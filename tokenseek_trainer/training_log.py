@@ -17,6 +17,7 @@ class TrainingLog:
 
     def __init__(self):
         self.supervised_ever = None
+        self._counts = True
         self._clear()
 
     def _clear(self):
@@ -31,14 +32,19 @@ class TrainingLog:
         self.timed_steps += 1
 
     @contextlib.contextmanager
-    def counting(self, model):
-        """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down."""
-        if self.saved_bytes is not None:
+    def counting(self, model, part: int = 0):
+        """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down.
+
+        Of the parts of a micro-batch the one that keeps most counts.
+        """
+        if part == 0:
+            self._counts = self.saved_bytes is None
+        if not self._counts:
             yield None
             return
         with SavedBytes(model) as saved:
             yield saved
-        self.saved_bytes = saved.total
+        self.saved_bytes = max(self.saved_bytes or 0, saved.total)
 
     def add(self, instances, selection: TokenSelection, full_loss, accumulation) -> None:
         """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
