@@ -37,6 +37,8 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "Trainer + checkpointing": (None, True),
     "TokenSeek": ({}, False),
     "TokenSeek + checkpointing": ({}, True),
+    "TokenSeek, 30 % in 3 parts": ({"ratio": 0.3, "parts": 3}, False),
+    "all tokens in 8 parts": ({"ratio": 1.0, "parts": 8}, False),
     "random tokens": (RANDOM, False),
     "the paper's scores": (
         {"scorer": "tokenseek", "selection": "topk", "select_from": "all"},
@@ -45,7 +47,7 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
 }
 SFT = "SFTTrainer"  # as TRL has it: checkpointing, and its fused head, which never holds all logits
 METHODS[SFT] = (None, True)
-PARTS = ("seek", "ditch forward", "backward", "optimizer")
+PHASES = ("seek", "ditch forward", "backward", "optimizer")
 
 
 def shape(name: str, blocks: int | None):
@@ -119,7 +121,7 @@ class Case:
 
     def __init__(self, group: dict, method: str, device: str, dtype: torch.dtype):
         settings, checkpointing = METHODS[method]
-        self.config = None if settings is None else TokenSeekConfig(ratio=group["ratio"], **settings)
+        self.config = None if settings is None else TokenSeekConfig(**{"ratio": group["ratio"], **settings})
         self.device = torch.device(device)
         torch.manual_seed(0)
         config = shape(group["model"], group["blocks"])
@@ -140,43 +142,49 @@ class Case:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         tokens = torch.randint(0, config.vocab_size, (group["rows"], group["tokens"]), device=self.device)
         self.batch = {"input_ids": tokens, "labels": tokens.clone()}
-        self.seconds = {part: [] for part in PARTS}
+        self.seconds = {phase: [] for phase in PHASES}
         self.saved = self.keys_values = 0
 
     def step(self, number: int, counts: bool = False) -> None:
         """One optimizer step; with `counts` the saved bytes are counted (and the time is not to be used)."""
         session = nullcontext() if self.config is None else TokenSeekSession(self.model, self.config)
-        counting = SavedBytes(self.model) if counts else nullcontext()
         self.optimizer.zero_grad()
         with session:
             clock = _Clock(self.device)
             if self.config is not None:
                 instances = session.instances(self.batch)
-                found = session.seek(self.batch, instances)
-                scores = found.scores(instances, self.config, number)
-                selection = select(scores, instances, self.config, step=number)
+                scored = self.config.ratio < 1
+                found = session.seek(self.batch, instances, scoring=scored)
+                scores = found.scores(instances, self.config, number) if scored else torch.zeros(instances.ids.shape)
+                selection = select(scores.to(self.device), instances, self.config, step=number)
+                to_come = selection.parts(self.config.parts)
                 self.keys_values = sum(t.untyped_storage().nbytes() for t in session.recorded())
-                clock.stop(self.seconds["seek"])
-            with counting as saved:
-                if self.config is None:
-                    loss = self.model(**self.batch, use_cache=False, **self.forward_options).loss
-                else:
-                    if counts:
-                        saved.add(*session.recorded())
-                    loss = session.ditch(self.batch, instances, selection)
-            if counts:
-                self.saved = saved.total
-            clock.stop(self.seconds["ditch forward"])
-            loss.backward()
-            clock.stop(self.seconds["backward"])
+                self.seconds["seek"].append(clock.lap())
+            self.saved, forward, backward = 0, 0.0, 0.0
+            for i in range(1 if self.config is None else len(to_come)):
+                with SavedBytes(self.model) if counts else nullcontext() as saved:
+                    if self.config is None:
+                        loss = self.model(**self.batch, use_cache=False, **self.forward_options).loss
+                    else:
+                        if counts:
+                            saved.add(*session.recorded(), *session.carried())
+                        loss = session.ditch(self.batch, instances, to_come[i], to_come=to_come[i + 1 :])
+                if counts:
+                    self.saved = max(self.saved, saved.total)
+                forward += clock.lap()
+                loss.backward()
+                backward += clock.lap()
+            self.seconds["ditch forward"].append(forward)
+            self.seconds["backward"].append(backward)
         self.optimizer.step()
-        clock.stop(self.seconds["optimizer"])
+        self.seconds["optimizer"].append(clock.lap())
 
     def measure(self, steps: int) -> dict:
         """Warm up, count once, time `steps` steps."""
         self.step(0)
         live_peak = self._live_peak()
-        self.seconds = {part: [] for part in PARTS}
+        saved = self.saved
+        self.seconds = {phase: [] for phase in PHASES}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for number in range(1, steps + 1):
@@ -184,7 +192,7 @@ class Case:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return {
             "seconds": {part: values for part, values in self.seconds.items() if values},
-            "saved_bytes": self.saved,
+            "saved_bytes": saved,
             "keys_values_bytes": self.keys_values,
             "parameter_bytes": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
             "gradient_bytes": sum(p.nbytes for p in trained),
@@ -215,10 +223,10 @@ class _Clock:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def stop(self, into: list) -> None:
-        now = self._now()
-        into.append(now - self.last)
-        self.last = now
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.last = self.last, self._now()
+        return self.last - before
 
 
 # ---- all cases ----

@@ -33,7 +33,8 @@ def test_efficiency_counts_what_the_estimate_gives(method):
     group = {"model": "smollm2-135m", "blocks": 2, "rows": 2, "tokens": 64, "ratio": 0.25, "adapter": "full"}
     result = benchmark["Case"](group, method, "cpu", torch.float32).measure(steps=2)
     settings, checkpointing = benchmark["METHODS"][method]
-    plan = Plan(load_config("smollm2-135m"), benchmark["TokenSeekConfig"](ratio=0.25), 64, 2, dtype="fp32")
+    tokenseek = benchmark["TokenSeekConfig"](**{"ratio": 0.25, **(settings or {})})
+    plan = Plan(load_config("smollm2-135m"), tokenseek, 64, 2, dtype="fp32")
     plan.config.num_hidden_layers = 2
     case = ("ordinary" if settings is None else "TokenSeek") + (" + checkpointing" if checkpointing else "")
     expected = plan.estimate(case)

@@ -71,7 +71,7 @@ def places(instances, number):
 
 def candidate_loop(instances, number, settings, causal):
     where, supervised = places(instances, number)
-    if settings.select_from == "supervised" or not supervised:
+    if (settings.select_from == "supervised" and settings.ratio < 1) or not supervised:
         return supervised
     return [p for p in where if p <= supervised[-1]] if causal else where
 

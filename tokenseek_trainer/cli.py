@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--seq", type=int, help="tokens of a row (default: 2048, or the recipe's)")
     estimate.add_argument("--batch", type=int, help="rows of a micro-batch (default: 1, or the recipe's)")
     estimate.add_argument("--ratio", type=float, help="fraction of tokens kept (default: 0.1, or the recipe's)")
+    estimate.add_argument("--parts", type=int, help="parts of the ditch pass (default: 1, or the recipe's)")
     estimate.add_argument("--scorer", help="default: gradient, or the recipe's")
     estimate.add_argument("--method", help="full, lora, loha or qlora (default: full, or the recipe's)")
     estimate.add_argument("--optim", help="optimizer, as TrainingArguments name it (default: adamw_torch_fused)")
@@ -209,12 +210,16 @@ def _estimate(options, rest) -> None:
         "autocast": options.autocast,
     }
     plan = dataclasses.replace(plan, **{k: v for k, v in changes.items() if v is not None})
-    method = {k: v for k, v in {"ratio": options.ratio, "scorer": options.scorer}.items() if v is not None}
+    given = {"ratio": options.ratio, "parts": options.parts, "scorer": options.scorer}
+    method = {k: v for k, v in given.items() if v is not None}
     plan = dataclasses.replace(plan, tokenseek=dataclasses.replace(plan.tokenseek, **method))
     memory = parse_bytes(options.gpu_memory) if options.gpu_memory else None
     print(
         f"{options.model}: {plan.method}, {plan.batch} x {plan.tokens} tokens, {plan.dtype}, {plan.optim}, ratio "
-        f"{plan.tokenseek.ratio:g}; GiB per device\n"
+        f"{plan.tokenseek.ratio:g}"
+        + (f" in {plan.tokenseek.parts} parts" if plan.tokenseek.parts > 1 else "")
+        + "; GiB "
+        "per device\n"
     )
     print(format_estimates(plan, memory))
 

@@ -117,7 +117,7 @@ def estimate(
         config: a transformers config.
         tokens: tokens of a row.
         batch: rows of a micro-batch.
-        tokenseek: the settings; None, or ratio 1.0: ordinary training.
+        tokenseek: the settings; None, or ratio 1.0 in one part: ordinary training.
         method: "full", "lora", "loha", or "qlora" (NF4 with double quantisation; other weights float32, as PEFT makes them).
         dtype: of the weights: bf16, fp16 or fp32.
         optim: as transformers' TrainingArguments name it.
@@ -130,7 +130,7 @@ def estimate(
         UnsupportedModelError: the step asks for tensors' values (experts chosen by a router), or the model is refused anyway.
     """
     _check(tokens, batch, method, dtype, optim)
-    ordinary = tokenseek is None or tokenseek.ratio == 1.0
+    ordinary = tokenseek is None or (tokenseek.ratio == 1.0 and tokenseek.parts == 1)
     build = _Builder(config, method, DTYPES[dtype], checkpointing, adapter)
     depth, period = build.depth_and_period()
 
@@ -245,25 +245,30 @@ def _tokenseek_step(model, live, casting, tokens, batch, config):
     ones = torch.ones(batch, dtype=torch.long)
     instances = Instances(ids=ids, position_ids=ids, targets=ids, n_tokens=ones, n_supervised=ones, keys=ones)
     k = min(tokens, max(config.min_tokens, round(config.ratio * tokens)))
-    weights = torch.ones(batch, k, dtype=torch.float64)
-    selection = TokenSelection(ids[:, :k], torch.ones(batch, k, dtype=torch.bool), weights)
+    sizes = [(i + 1) * k // config.parts - i * k // config.parts for i in reversed(range(config.parts))]
+    mask, weights = torch.ones(batch, k, dtype=torch.bool), torch.ones(batch, k, dtype=torch.float64)
+    to_come = [TokenSelection(ids[:, :size], mask[:, :size], weights[:, :size]) for size in sizes]
+    saved_bytes, phases = 0, {}
     with TokenSeekSession(model, config) as passes:
         with casting:
-            passes.seek({"input_ids": ids}, instances)
-        phases = {"peak seek": live.peak}
+            passes.seek({"input_ids": ids}, instances, scoring=config.ratio < 1)
+        phases["peak seek"] = live.peak
         keys_values = sum(tensor.untyped_storage().nbytes() for tensor in passes.recorded())
-        with SavedBytes(model) as saved, casting:
-            saved.add(*passes.recorded())
-            loss = passes.ditch({"input_ids": ids}, instances, selection)
-        phases = _backward(loss, live, phases)
-    return saved.total, keys_values, phases
+        while to_come:
+            part, to_come = to_come[0], to_come[1:]
+            with SavedBytes(model) as saved, casting:
+                saved.add(*passes.recorded(), *passes.carried())
+                loss = passes.ditch({"input_ids": ids}, instances, part, to_come=to_come)
+            saved_bytes = max(saved_bytes, saved.total)
+            phases = _backward(loss, live, phases, f" of the part before {len(to_come)} others")
+    return saved_bytes, keys_values, phases
 
 
-def _backward(loss, live, phases: dict) -> dict:
+def _backward(loss, live, phases: dict, name: str = "") -> dict:
     """Going back, activations go and gradients come, so either end can be the worst moment."""
     start = len(live.history)
     loss.backward()
     forward, backward = live.history[:start], live.history[start:]
     half = len(backward) // 2
-    ends = {"peak backward, first half": max(backward[:half]), "peak backward, second half": max(backward[half:])}
-    return {**phases, "peak forward": max(forward), **ends}
+    ends = {"backward, first half": max(backward[:half]), "backward, second half": max(backward[half:])}
+    return {**phases, **{f"peak {key}{name}": value for key, value in {"forward": max(forward), **ends}.items()}}

@@ -413,10 +413,10 @@ class TokenSeekSession:
 
     def _refuse_sight_of(self, done: list[SelectedPositions], rows: torch.Tensor) -> None:
         """Keys of the parts that ran before must be hidden from this part: its gradient at them would come too late."""
-        selected = self._selection.mask
+        empty = ~self._selection.mask
         for positions in done:
-            seen = rows[positions.rows, 0, :, positions.positions] & selected[positions.rows]
-            if seen.any():
+            hidden = ~rows[positions.rows, 0, :, positions.positions] | empty[positions.rows]
+            if not hidden.all():
                 raise UnsupportedModelError(
                     f"Tokens of the {self.structure.model_type!r} model attend to later ones, so their gradient cannot be made in "
                     "parts. Set parts=1."
