@@ -32,12 +32,13 @@ from tokenseek_trainer.session import TokenSeekSession
 
 
 RANDOM = {"scorer": "random", "selection": "topk"}
+PARTS = "TokenSeek, 30 % in 3 parts"
 METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "Trainer": (None, False),
     "Trainer + checkpointing": (None, True),
     "TokenSeek": ({}, False),
     "TokenSeek + checkpointing": ({}, True),
-    "TokenSeek, 30 % in 3 parts": ({"ratio": 0.3, "parts": 3}, False),
+    PARTS: ({"ratio": 0.3, "parts": 3}, False),
     "all tokens in 8 parts": ({"ratio": 1.0, "parts": 8}, False),
     "random tokens": (RANDOM, False),
     "the paper's scores": (
@@ -84,8 +85,11 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     if quick:
         return [{**ten, "tokens": n, "methods": main} for n in (256, 1024)]
     return [
-        {**small, "methods": [*both, SFT], "rounds": 3},
-        *({**ten, "rows": rows, "tokens": n, "methods": main} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
+        {**small, "methods": [*both, SFT], "rounds": 2},
+        *(
+            {**ten, "rows": rows, "tokens": n, "methods": [*main, PARTS]}
+            for rows, n in ((4, 256), (1, 1024), (1, 4096))
+        ),
         *({**ten, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
         {**ten, "adapter": "lora", "methods": main},
         {**ten, "adapter": "qlora", "methods": main},
@@ -292,7 +296,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--rounds", type=int, help="how often every case takes its turn (default: 3 for the main group, else 1)"
+        "--rounds", type=int, help="how often every case takes its turn (default: 2 for the main group, else 1)"
     )
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     parser.add_argument("--case", help=argparse.SUPPRESS)

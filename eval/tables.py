@@ -85,13 +85,19 @@ def efficiency() -> str:
     for group in others:
         base = group["cases"].get("Trainer")
         if base is not None:
-            cells = [_beside(group["cases"][name], base) for name in METHODS[1:]]
+            cells = [_beside(group["cases"].get(name), base) for name in METHODS[1:]]
             lines.append(f"| {_group_name(group)} | " + " | ".join(cells) + " |")
     lines += ["", f"(`eval/efficiency.py`; {where_measured(result)}.)"]
     return "\n".join(lines)
 
 
-METHODS = ("Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing")
+METHODS = (
+    "Trainer",
+    "Trainer + checkpointing",
+    "TokenSeek",
+    "TokenSeek + checkpointing",
+    "TokenSeek, 30 % in 3 parts",
+)
 
 
 def _group_name(group: dict) -> str:
@@ -105,7 +111,9 @@ def _above(case: dict) -> int:
     return case["live_peak_bytes"] - case["gradient_bytes"]
 
 
-def _beside(case: dict, base: dict) -> str:
+def _beside(case: dict | None, base: dict) -> str:
+    if case is None:
+        return ""
     return f"{case['saved_bytes'] / base['saved_bytes']:.0%} / {case['seconds_median'] / base['seconds_median']:.0%}"
 
 
@@ -170,7 +178,7 @@ def estimates() -> str:
 def fidelity() -> str:
     """Held-out loss of every finished study, and the share of full tuning's gain at equal steps."""
     lines = []
-    for name in ("masked", "time", "sink", "ratios", "rates", "unmasked", "instructions", "lora"):
+    for name in ("masked", "parts", "time", "long", "unmasked", "instructions", "lora", "rates", "ratios", "sink"):
         path = RESULTS / f"fidelity_{name}.json"
         if path.is_file():
             lines += [*_study(json.loads(path.read_text())), ""]
@@ -181,22 +189,21 @@ def _study(result: dict) -> list[str]:
     """One study as a table. Shares are of the full tuning with the same seed, in the main study if this one has none."""
     cells = result["cells"]
     full = {cell["seed"]: cell for cell in [*load("fidelity_masked.json")["cells"], *cells] if cell["group"] == "full"}
-    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("time", "sink", "ratios")
+    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("parts", "time", "sink", "ratios")
     lines = [
         f"{result['about']}; held-out loss {cells[0]['held_out_loss_before']:.3f} at the start:",
         "",
-        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward | seconds a step |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for group in dict.fromkeys(cell["group"] for cell in cells):
         members = [cell for cell in cells if cell["group"] == group]
         shares = [_share(cell, full[cell["seed"]]) for cell in members if own and cell["seed"] in full]
-        seconds = statistics.median(cell["seconds_per_step"] for cell in members)
         lines.append(
             f"| {group} | {len(members)} | {members[0]['optimizer_steps']} | "
             f"{_mean([cell['held_out_loss_after'] for cell in members], '.3f')} | "
             f"{_mean([100 * share for share in shares], '.1f') + ' %' if shares else ''} | "
-            f"{members[0]['saved_mib']:.0f} MiB | {seconds:.1f} |"
+            f"{members[0]['saved_mib']:.0f} MiB |"
         )
     return lines
 
