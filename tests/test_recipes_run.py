@@ -32,7 +32,9 @@ def tiny_of_family(name, folder):
         "hidden_size": 64,
         "intermediate_size": 64,
     }
-    if "qwen2" in name.lower():
+    if "minilm" in name.lower():
+        model = tiny_model("bert", **settings, max_position_embeddings=512)
+    elif "qwen2" in name.lower():
         import transformers
 
         config = tiny_model("llama", **settings).config
