@@ -71,5 +71,7 @@ def test_two_steps_of_every_recipe(path, tmp_path, monkeypatch):
     assert summary["optimizer_steps"] == 2
     assert summary["train_rows"] == 4
     assert 0 < summary["kept_fraction"] <= 1
+    if recipe.evaluation.metrics:
+        assert summary["metrics_after"].keys() == {"accuracy", "f1"}
     saved = tmp_path / "out" / ("adapter_model.safetensors" if recipe.peft else "model.safetensors")
     assert saved.is_file()
