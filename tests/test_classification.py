@@ -252,6 +252,27 @@ def test_encoders_that_cannot_work_are_refused_by_name(name):
         classified(model, batch_for("single", (13, 9)), settings(0.5, scorer="gradient"))
 
 
+def test_trl_is_not_given_a_classifier(tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    from tokenseek_trainer.sft import TokenSeekSFTTrainer
+
+    args = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False)
+    rows = Dataset.from_list([{"text": "w1 w2 w3"}])
+    with pytest.raises(
+        UnsupportedModelError, match="causal language models, which LlamaForSequenceClassification is not"
+    ):
+        TokenSeekSFTTrainer(
+            model=tiny_classifier("llama"), args=args, train_dataset=rows, processing_class=tiny_tokenizer()
+        )
+
+
+def test_parts_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"parts=2 is not supported for 'llama'.*a label belongs to a row"):
+        TokenSeekTrainer(model=tiny_classifier("llama"), args=arguments(tmp_path), tokenseek=TokenSeekConfig(parts=2))
+
+
 def test_packed_rows_and_missing_labels_are_refused():
     model = tiny_classifier("llama")
     packed = {"input_ids": torch.ones(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}

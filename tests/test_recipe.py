@@ -162,6 +162,7 @@ def test_a_classifiers_recipe(recipe_file):
     [
         (CLASSES[:2], "data.labels must name the classes"),
         ([*CLASSES, "--trainer", "sft"], "trainer: sft trains language models"),
+        ([*CLASSES, "--suite", "quick"], "evaluation.suite asks a language model"),
         (["--task", "sequence_classification"], "model.task must be one of .* Did you mean 'sequence-classification'"),
         ([*CLASSES, "--metrics", "{accuracy: {}}"], "held-out rows in data.eval"),
         (["--data.eval", "e", "--metrics", "{accuracy: {}}"], "need model.task: sequence-classification"),

@@ -254,6 +254,8 @@ def _check_task(settings: dict) -> None:
         )
     if classifies and settings["trainer"] == "sft":
         raise ConfigError("trainer: sft trains language models. Leave it out for sequence-classification.")
+    if classifies and settings["evaluation"].get("suite"):
+        raise ConfigError("evaluation.suite asks a language model; a classifier is scored by evaluation.metrics.")
     if settings["evaluation"].get("metrics") and not (classifies and settings["data"].get("eval")):
         raise ConfigError(
             "evaluation.metrics need model.task: sequence-classification, and held-out rows in data.eval."
