@@ -33,7 +33,7 @@ KEPT = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("settings", nargs="*", help="further settings of the recipe, after --")
     options = parser.parse_args()
     runs = []
