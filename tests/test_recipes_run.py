@@ -32,7 +32,9 @@ def tiny_of_family(name, folder):
         "hidden_size": 64,
         "intermediate_size": 64,
     }
-    if "qwen2" in name.lower():
+    if "minilm" in name.lower():
+        model = tiny_model("bert", **settings, max_position_embeddings=512)
+    elif "qwen2" in name.lower():
         import transformers
 
         config = tiny_model("llama", **settings).config
@@ -69,5 +71,7 @@ def test_two_steps_of_every_recipe(path, tmp_path, monkeypatch):
     assert summary["optimizer_steps"] == 2
     assert summary["train_rows"] == 4
     assert 0 < summary["kept_fraction"] <= 1
+    if recipe.evaluation.metrics:
+        assert summary["metrics_after"].keys() == {"accuracy", "f1"}
     saved = tmp_path / "out" / ("adapter_model.safetensors" if recipe.peft else "model.safetensors")
     assert saved.is_file()

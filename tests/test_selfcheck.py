@@ -131,15 +131,15 @@ def test_a_model_on_the_meta_device_is_refused():
 
 
 def test_encoder_decoders_headless_models_and_other_losses_are_refused():
-    from transformers import BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+    from transformers import BertForQuestionAnswering, T5Config, T5ForConditionalGeneration
 
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         inspect_model(t5)
     with pytest.raises(UnsupportedModelError, match="no stack of blocks below a head"):
         inspect_model(tiny_model("llama").model)
-    with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
-        inspect_model(BertForSequenceClassification(tiny_model("bert").config))
+    with pytest.raises(UnsupportedModelError, match="ForQuestionAnsweringLoss"):
+        inspect_model(BertForQuestionAnswering(tiny_model("bert").config))
     with pytest.raises(UnsupportedModelError, match="PreTrainedModel, got Linear"):
         inspect_model(nn.Linear(2, 2))
 

@@ -23,7 +23,9 @@ def adapter_config(recipe: Recipe):
                 "Quantised weights cannot be trained themselves. Add a peft section, such as {method: lora, r: 8}."
             )
         return None
-    return peft_config(recipe.peft)
+    # with SEQ_CLS the classifier's new head is trained too, beside the adapter
+    task_type = "CAUSAL_LM" if recipe.model.task == "causal-lm" else "SEQ_CLS"
+    return peft_config({"task_type": task_type, **recipe.peft})
 
 
 def peft_config(settings: dict):

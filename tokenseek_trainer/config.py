@@ -35,10 +35,12 @@ class TokenSeekConfig:
         beta: Weight of minmax(gradient) in `scorer="tokenseek"`, >= 0.
         context_layers: Blocks whose attention makes the context score: `"last"`, `"all"`, or block indices
             (negative ones count from the end).
-        select_from: `"supervised"` keeps only positions that carry a loss; `"all"` (the paper) chooses among all.
+        select_from: `"supervised"` keeps only positions that carry a loss; `"all"` (the paper) chooses among all. In sequence
+            classification no token has a loss of its own, and both choose among all.
         selection: `"topk"` keeps the best tokens (the paper). `"sample"` draws them with probability proportional to
             their importance and weights each loss by 1/probability, which estimates the full loss without bias.
-            The importance is the gradient score, the context score, exp(score) for `"tokenseek"`, or uniform.
+            The importance is the gradient score, the context score, exp(score) for `"tokenseek"`, or uniform. In sequence
+            classification the loss is exact without weights, and a draw decides only through which tokens gradients flow.
         uniform_share: Share of the drawing probability that is spread evenly, in [0, 1]. Only for `"sample"`.
         min_tokens: Least number of tokens kept per instance, >= 1 (never more than the instance has).
         token_weight: `"instance"` lets the kept tokens stand for all supervised tokens of their instance, so the loss

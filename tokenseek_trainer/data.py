@@ -146,6 +146,43 @@ def encode_rows(
     return encoded
 
 
+def encode_classified(
+    rows: list[dict], tokenizer, *, text: str | None, label: str, labels: list, max_length: int | None = None
+) -> list[dict]:
+    """Tokenise rows for sequence classification.
+
+    Args:
+        text: a template with the row's columns in braces. None: "{text}".
+        label: the column that holds a row's class.
+        labels: the classes in the order of their numbers.
+        max_length: cut longer texts; special tokens at their end stay. None: no limit.
+
+    Returns:
+        One dict per row with `input_ids` and `label`, and the row's token columns if it has any. Rows that hold `input_ids`
+        already (the output of `tokenseek score`) stay as they are.
+
+    Raises:
+        InputError: a column is missing, or a row's class is not among `labels`.
+    """
+    return [
+        _encode_classified(row, number, tokenizer, text or "{text}", label, labels, max_length)
+        for number, row in enumerate(rows)
+    ]
+
+
+def _encode_classified(row, number, tokenizer, text, label, labels, max_length) -> dict:
+    if "input_ids" in row:
+        return {name: row[name] for name in ("input_ids", "label", *TOKEN_COLUMNS) if row.get(name) is not None}
+    if row.get(label) not in labels:
+        raise InputError(
+            f"Row {number} has {row.get(label)!r} in the column {label!r} (columns: {', '.join(row)}); data.labels are: "
+            f"{', '.join(map(repr, labels))}."
+        )
+    tokens = tokenizer(_fill(text, row), truncation=max_length is not None, max_length=max_length).input_ids
+    columns = {name: row[name] for name in TOKEN_COLUMNS if row.get(name) is not None}
+    return {"input_ids": tokens, "label": labels.index(row[label]), **columns}
+
+
 def sft_row(
     row: dict, *, prompt: str | list[str] | None = None, completion: str | None = None, text: str | None = None
 ) -> dict:

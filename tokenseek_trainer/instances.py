@@ -3,6 +3,7 @@
 Letters: B batch rows, n positions of a row, M instances of the batch.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class Instances:
         n_supervised: (M,) int64, positions of each instance that carry a loss (N_i).
         keys: (M,) int64, a hash of each instance's content. Random choices are seeded with it, so they do not depend
             on padding, on the other rows of the batch, or on how an accumulated batch is split.
+        per_row: True for sequence classification. The loss is then the row's, and its supervised positions are those that
+            the head reads: the first token, the last one, or with mean pooling all.
     """
 
     ids: torch.Tensor
@@ -34,6 +37,7 @@ class Instances:
     n_tokens: torch.Tensor
     n_supervised: torch.Tensor
     keys: torch.Tensor
+    per_row: bool = False
 
     @property
     def count(self) -> int:
@@ -43,6 +47,15 @@ class Instances:
     def supervised(self) -> torch.Tensor:
         """(B, n) bool."""
         return self.targets != IGNORE_INDEX
+
+    def reading(self, read: torch.Tensor) -> "Instances":
+        """The same rows, whose head is known to read the positions `read` (B, n) bool."""
+        return dataclasses.replace(
+            self,
+            targets=torch.where(read, 0, IGNORE_INDEX),
+            n_supervised=_count(self.ids, read, self.count),
+            per_row=True,
+        )
 
     def last_supervised(self) -> torch.Tensor:
         """(M,) int64: row index of each instance's last supervised position, -1 if it has none."""

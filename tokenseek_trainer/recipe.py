@@ -32,19 +32,28 @@ _Loader.add_implicit_resolver(
 )
 
 
+TASKS = ("causal-lm", "sequence-classification")
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """The model to fine-tune.
 
     Args:
         name: a local folder or a hub name.
+        task: causal-lm, or sequence-classification: one label of data.labels for each row.
         dtype: dtype of the weights: float32, bfloat16, float16, or auto (as saved).
         attn_implementation: sdpa, eager, flash_attention_2, ... None: transformers' choice.
     """
 
     name: str = ""
+    task: str = "causal-lm"
     dtype: str = "auto"
     attn_implementation: str | None = None
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ConfigError(f"model.task must be one of {TASKS}, got {self.task!r}.{closest(self.task, TASKS)}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class DataSettings:
         train_rows, eval_rows: use only the first rows. None: all.
         prompt, completion, text: templates. None: the columns of these names. A list of prompts: the first whose columns are
             all filled.
+        label: of sequence classification: the column that holds a row's class.
+        labels: of sequence classification: the classes as they stand in that column, in the order of their numbers.
         exclude: drop rows whose column has one of some values: {data_source: [airoboros]}. None: keep all.
         max_length: cut rows to this many tokens. None: no limit.
         train_on_prompt: whether prompt tokens carry a loss.
@@ -72,6 +83,8 @@ class DataSettings:
     prompt: str | list | None = None
     completion: str | None = None
     text: str | None = None
+    label: str = "label"
+    labels: list | None = None
     exclude: dict | None = None
     max_length: int | None = 2048
     train_on_prompt: bool = False
@@ -85,7 +98,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Benchmarks that a run is scored on (extra `eval`). An empty section: none.
+    """Benchmarks and metrics that a run is scored on (extra `eval`). An empty section: none.
 
     Args:
         suite: paper, quick, or TASK[:SHOTS],...
@@ -94,6 +107,8 @@ class EvaluationSettings:
         data: folder with local copies of the data, relative to the recipe or to the working directory. None: the hub.
         batch_size: sequences scored at once.
         chat_template: ask through the model's chat template.
+        metrics: of sequence classification, on data.eval: what `evaluate.load` takes, a hub name or a folder relative to the
+            recipe, with the arguments of its `compute`. None: the loss alone.
     """
 
     suite: str = ""
@@ -102,6 +117,7 @@ class EvaluationSettings:
     data: str | None = None
     batch_size: int = 8
     chat_template: bool = False
+    metrics: dict | None = None
 
 
 TRAINERS = ("trainer", "sft")
@@ -214,6 +230,7 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     ):
         if not settings[section].get(key):
             raise ConfigError(f"The recipe needs {section}.{key}: {what}.")
+    _check_task(settings)
     settings["training"].setdefault("output_dir", f"runs/{path.stem}")
     return Recipe(
         model=ModelSettings(**settings["model"]),
@@ -226,6 +243,23 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         trainer=settings["trainer"],
         path=path,
     )
+
+
+def _check_task(settings: dict) -> None:
+    """Refuse settings of one task in a recipe of another."""
+    classifies = settings["model"].get("task") == "sequence-classification"
+    if classifies and not settings["data"].get("labels"):
+        raise ConfigError(
+            "model.task is sequence-classification, so data.labels must name the classes, such as [no, yes]."
+        )
+    if classifies and settings["trainer"] == "sft":
+        raise ConfigError("trainer: sft trains language models. Leave it out for sequence-classification.")
+    if classifies and settings["evaluation"].get("suite"):
+        raise ConfigError("evaluation.suite asks a language model; a classifier is scored by evaluation.metrics.")
+    if settings["evaluation"].get("metrics") and not (classifies and settings["data"].get("eval")):
+        raise ConfigError(
+            "evaluation.metrics need model.task: sequence-classification, and held-out rows in data.eval."
+        )
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:

@@ -6,15 +6,22 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
-from .data import encode_rows, load_rows, sft_row
+from .data import encode_classified, encode_rows, load_rows, sft_row
 from .errors import ConfigError
 from .evaluation import EvaluationCallback
 from .memory import MIB, peak_process_bytes
+from .metrics import metrics_function
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
 
@@ -31,7 +38,7 @@ def load_tokenizer(recipe: Recipe):
 
 
 def load_model(recipe: Recipe):
-    """The recipe's model, in its dtype, attention and quantisation."""
+    """The recipe's model, in its dtype, attention and quantisation; a classifier's new head is random."""
     settings = recipe.model
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
@@ -39,7 +46,14 @@ def load_model(recipe: Recipe):
     kwargs = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
     if recipe.quantization:
         kwargs["quantization_config"] = quantization_config(recipe)
-    return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
+    if settings.task == "causal-lm":
+        return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
+    names = dict(enumerate(map(str, recipe.data.labels)))
+    kwargs |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    model = AutoModelForSequenceClassification.from_pretrained(settings.name, dtype=dtype, **kwargs)
+    if model.config.get_text_config().pad_token_id is None:  # a decoder finds a row's last token by it
+        model.config.get_text_config().pad_token_id = load_tokenizer(recipe).pad_token_id
+    return model
 
 
 def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict] | None:
@@ -49,6 +63,10 @@ def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict]
     if source is None:
         return None
     rows = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
+    if recipe.model.task == "sequence-classification":
+        return encode_classified(
+            rows, tokenizer, text=data.text, label=data.label, labels=data.labels, max_length=data.max_length
+        )
     return encode_rows(
         rows,
         tokenizer,
@@ -72,11 +90,11 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     trainer = build(recipe, adapter)
     _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
-    before = trainer.evaluate()["eval_loss"] if evaluates else None
+    before = trainer.evaluate() if evaluates else {}
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
-    after = _last_held_out_loss(trainer) if evaluates else None
+    after = _last_evaluation(trainer) if evaluates else {}
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
@@ -104,6 +122,7 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     tokenizer = load_tokenizer(recipe)
     train_examples = load_examples(recipe, tokenizer, "train")
     eval_examples = load_examples(recipe, tokenizer, "eval")
+    set_seed(args.seed)  # what is new in the model, a head or an adapter, is random
     model = load_model(recipe)
     if adapter is not None:
         import peft
@@ -117,7 +136,13 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
         train_dataset=train_examples,
         eval_dataset=eval_examples,
         processing_class=tokenizer,
-        data_collator=TokenSeekCollator(pad_token_id=tokenizer.pad_token_id),
+        data_collator=TokenSeekCollator(
+            pad_token_id=tokenizer.pad_token_id,
+            labels_per_row=recipe.model.task == "sequence-classification",
+        ),
+        compute_metrics=metrics_function(
+            {recipe.resolve(name): options for name, options in (recipe.evaluation.metrics or {}).items()}
+        ),
         tokenseek=recipe.tokenseek,
     )
 
@@ -161,12 +186,19 @@ def _last_checkpoint(output_dir: str) -> str:
     return checkpoint
 
 
-def _last_held_out_loss(trainer) -> float:
+def _last_evaluation(trainer) -> dict:
     """Of the trained model: from the last evaluation in training if that came after the last step."""
     for entry in reversed(trainer.state.log_history):
         if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
-            return entry["eval_loss"]
-    return trainer.evaluate()["eval_loss"]
+            return entry
+    return trainer.evaluate()
+
+
+def _metrics(evaluation: dict) -> dict:
+    """Without the loss and the times."""
+    other = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    names = {name: name.removeprefix("eval_") for name in evaluation if name.startswith("eval_")}
+    return {name: evaluation[key] for key, name in names.items() if name not in other}
 
 
 def _write_summary(trainer, recipe, before, after, seconds) -> dict:
@@ -179,8 +211,10 @@ def _write_summary(trainer, recipe, before, after, seconds) -> dict:
         "model": recipe.model.name,
         "train_rows": len(trainer.train_dataset),
         "optimizer_steps": trainer.state.global_step,
-        "held_out_loss_before": before,
-        "held_out_loss_after": after,
+        "held_out_loss_before": before.get("eval_loss"),
+        "held_out_loss_after": after.get("eval_loss"),
+        "metrics_before": _metrics(before),
+        "metrics_after": _metrics(after),
         "seconds": round(seconds, 1),
         "seconds_per_step": round(statistics.median(timed), 4) if timed else None,
         "tokens_per_second": round(tokens / seconds, 1),
@@ -207,6 +241,10 @@ def format_summary(summary: dict) -> str:
     device = "" if peak is None else f"device {peak:.0f} MiB, "
     lines = [
         f"held-out loss     {show(summary['held_out_loss_before'], 4)} before, {show(summary['held_out_loss_after'], 4)} after",
+        *(
+            f"{name:17} {summary['metrics_before'][name]:.4f} before, {value:.4f} after"
+            for name, value in summary["metrics_after"].items()
+        ),
         f"trained           {summary['optimizer_steps']} steps on {summary['train_rows']} rows in {summary['seconds']} s, "
         f"{summary['tokens_per_second']} tokens/s",
         f"kept              {show(summary['kept_fraction'], 3)} of the tokens",

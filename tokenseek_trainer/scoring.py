@@ -139,12 +139,15 @@ class SeekResult:
     Attributes:
         context: (B, n), attention received (I1).
         gradient: (B, n), gradient magnitude at the last block's input (I2), of the summed loss.
-        loss_sum: scalar, the summed cross-entropy of all supervised positions.
+        loss_sum: scalar, the summed cross-entropy of all supervised positions; in sequence classification the rows' mean loss
+            times their number.
+        instances: those that a selection is made from: in sequence classification with the positions that the head reads.
     """
 
     context: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     loss_sum: torch.Tensor | None = None
+    instances: Instances | None = None
 
     def scores(self, instances: Instances, config: TokenSeekConfig, step: int) -> torch.Tensor:
         """(B, n) float64: scores to rank (`"topk"`), or importances to draw by (`"sample"`)."""

@@ -20,7 +20,8 @@ class TokenSelection:
     Attributes:
         indices: (B, k) int64 positions. Rows with fewer than k end in slots that hold 0.
         mask: (B, k) bool, False at those slots.
-        weights: (B, k) float64, the weight of each kept position's loss; 0 where it carries none.
+        weights: (B, k) float64, the weight of each kept position's loss; 0 where it carries none. In sequence classification
+            they say only which kept positions the head reads.
     """
 
     indices: torch.Tensor
@@ -60,16 +61,22 @@ def candidates(instances: Instances, config: TokenSeekConfig, causal: bool) -> t
     """(B, n) bool: positions that may be kept.
 
     Padding never is, nor a position of an instance without any loss, nor, in a causal model, one after the last
-    supervised position of its instance: it can influence no loss. All others are kept at ratio 1.0, whatever `select_from`.
+    supervised position of its instance: it can influence no loss. All others are kept at ratio 1.0, whatever `select_from`,
+    and in sequence classification every token of a row is one.
     """
     real = instances.ids >= 0
-    if config.select_from == "supervised" and config.ratio < 1:
+    if not _selects_from_all(instances, config) and config.ratio < 1:
         return real & instances.supervised
     last = instances.last_supervised()[instances.ids.clamp(min=0)]
-    if not causal:
+    if not causal or instances.per_row:
         return real & (last >= 0)
     index = torch.arange(real.shape[1], device=real.device)
     return real & (index <= last)
+
+
+def _selects_from_all(instances: Instances, config: TokenSeekConfig) -> bool:
+    """In sequence classification whatever the setting: no token has a loss of its own."""
+    return config.select_from == "all" or instances.per_row
 
 
 def budgets(instances: Instances, config: TokenSeekConfig, n_candidates: torch.Tensor) -> torch.Tensor:
@@ -95,9 +102,10 @@ def select(
     layout = _Layout(instances, allowed)
     k = budgets(instances, config, layout.n_candidates)
     scores = layout.read(scores.double(), fill=-torch.inf)
-    # An instance with a loss keeps at least one position that carries it. Among supervised candidates any choice does.
+    # An instance with a loss keeps at least one position that carries it: in sequence classification one that the head
+    # reads. Among supervised candidates any choice does.
     force = torch.zeros_like(layout.valid)
-    if config.select_from == "all":
+    if _selects_from_all(instances, config):
         force = _best_supervised(scores, layout.read(instances.supervised, fill=False))
     if config.selection == "topk":
         order = scores.masked_fill(force, torch.inf).argsort(dim=1, descending=True, stable=True)

@@ -29,15 +29,16 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
     Raises:
         SelfCheckError: they differ by more than rounding; names the model type and the first block that does.
     """
+    with _watching(session, instances.ids.shape) as ordinary:
+        found = session.seek(inputs, instances, scoring=False)
+    instances = found.instances
     selection = probe(instances)
     if not selection.mask.any():
         return None
-    with _watching(session, instances.ids.shape) as ordinary:
-        session.seek(inputs, instances, scoring=False)
     dtypes = {tensor.dtype for tensor in session.recorded()}
     with _watching(session, selection.mask.shape) as ditched, torch.no_grad(), dropout_off(session.structure.outer):
         try:
-            session.ditch(inputs, instances, selection)
+            loss = session.ditch(inputs, instances, selection)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError, IndexError) as error:  # somewhere it counts on seeing all tokens
@@ -52,17 +53,26 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
         dtypes.add(
             torch.float32
         )  # in which transformers' eager functions take the softmax, whatever the model's dtype
-    return _compare(session.structure.model_type, ordinary, ditched, max(map(_tolerance, dtypes)))
+    tolerance = max(map(_tolerance, dtypes))
+    error = _compare(session.structure.model_type, ordinary, ditched, tolerance)
+    if instances.per_row and found.loss_sum is not None:
+        _compare_losses(session.structure.model_type, found.loss_sum / len(instances.ids), loss, tolerance)
+    return error
 
 
 def probe(instances: Instances, most: int = 64) -> TokenSelection:
-    """About every second real token of the first three quarters of each row, at most `most` of them."""
+    """About every second real token of the first three quarters of each row, at most `most` of them.
+
+    In sequence classification also one that the head reads.
+    """
     real = instances.ids >= 0
     place = real.long().cumsum(-1) - 1
     stride = max(2, -(-int(real.sum(-1).max()) // most))
     # The end of each row is left out too: what depends on the longest position must not be lost with it.
     early = place < 0.75 * real.sum(-1, keepdim=True)
     keep = real & early & (place % stride == stride - 1)
+    if instances.per_row:
+        keep = keep.scatter(1, instances.supervised.long().argmax(-1, keepdim=True), True)
     k = max(1, int(keep.sum(-1).max()))
     indices = torch.argsort(~keep, dim=1, stable=True)[:, :k]
     mask = keep.gather(1, indices)
@@ -113,6 +123,17 @@ def _compare(model_type: str, ordinary: list, ditched: list, tolerance: float) -
             )
         worst = max(worst, error)
     return worst
+
+
+def _compare_losses(model_type: str, ordinary: torch.Tensor, ditched: torch.Tensor, tolerance: float) -> None:
+    """A classifier's head must find in the ditch pass what it reads: the loss is that of the ordinary forward."""
+    error = float(abs(ditched - ordinary) / abs(ordinary).clamp(min=1e-3))
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"The head of this {model_type!r} model gives the loss {float(ditched):.6g} in the ditch pass and "
+            f"{float(ordinary):.6g} in the ordinary forward: it reads tokens by another way than the decoder's hidden states. "
+            f"{ADVICE}"
+        )
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -27,6 +27,7 @@ from .attention import (
     attention_weights,
     eager_function,
 )
+from .classification import classify, positions_read, put_back
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
@@ -55,8 +56,8 @@ class TokenSeekSession:
 
     ```python
     with TokenSeekSession(model, TokenSeekConfig()) as session:
-        instances = session.instances(batch)
-        found = session.seek(batch, instances)
+        found = session.seek(batch, session.instances(batch))
+        instances = found.instances
         selection = select(found.scores(instances, config, step), instances, config)
         session.ditch(batch, instances, selection, num_items_in_batch).backward()
     ```
@@ -80,6 +81,7 @@ class TokenSeekSession:
         self._open = contextlib.ExitStack()
         self._mode = None  # "seek", "ditch" or "head"
         self._hidden = None
+        self._top = None  # a sequence classifier's last hidden states, from seek to ditch
         self._name = f"tokenseek_{id(self)}"
         self.implementation = None  # the attention that the user chose, known inside the session
 
@@ -110,12 +112,20 @@ class TokenSeekSession:
     def __exit__(self, *exception) -> None:
         self._open.close()
         self.records.clear()
-        self._rules, self._masks, self._mode = [], None, None
+        self._rules, self._masks, self._mode, self._top = [], None, None, None
 
     # ---- the passes ----
 
     def instances(self, inputs: dict) -> Instances:
-        """Find the documents of a batch and what they are supervised on."""
+        """Find the documents of a batch and what they are supervised on.
+
+        In sequence classification that is known after `seek`, which finds the positions that the head reads.
+        """
+        if self.structure.loss_per_row:
+            instances = find_instances(inputs, None, shift=False)
+            if instances.count > len(instances.ids):
+                raise InputError("Sequence classification takes one instance a row. Train without packing.")
+            return instances
         if inputs.get("shift_labels") is not None:
             return find_instances(inputs, inputs["shift_labels"], shift=False)
         return find_instances(inputs, inputs.get("labels"), self.structure.shift)
@@ -128,7 +138,7 @@ class TokenSeekSession:
         Dropout is off so that scores, and with them the selection, depend on the instance alone.
 
         Args:
-            inputs: the model's inputs; labels and token columns in it are ignored.
+            inputs: the model's inputs; labels (but those of sequence classification) and token columns are ignored.
             scoring: False if the selection is known already, so that only keys and values are wanted.
         """
         self.records.clear()
@@ -140,7 +150,7 @@ class TokenSeekSession:
         self._score_gradient = scoring and self.config.needs_gradient
         self._context_parts = []
         self._positions, self._is_last_part = None, True
-        self._found = SeekResult()
+        self._found = SeekResult(instances=instances)
         self._mode = "seek"
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -149,6 +159,8 @@ class TokenSeekSession:
             if self._score_gradient:
                 hook = self.structure.blocks[-1].register_forward_pre_hook(self._start_gradient, with_kwargs=True)
                 stack.callback(hook.remove)
+            elif self.structure.loss_per_row:
+                stack.callback(self.structure.blocks[-1].register_forward_hook(self._start_head).remove)
             self.model(**self._inputs(inputs, instances))
             self._leaf = None
         self._check_all_recorded()
@@ -175,9 +187,9 @@ class TokenSeekSession:
         the ordinary forward with hidden states, keys and values of all other positions detached.
 
         Args:
-            inputs, instances: those of the preceding `seek`.
+            inputs, instances: those of the preceding `seek`, which returned the instances for sequence classification.
             num_items_in_batch: N, the supervised positions of the whole accumulated, all-rank batch; None for those of
-                this batch.
+                this batch. A sequence classifier's loss is its own, the mean of this batch's rows.
             statistics: is filled with those of the kept supervised positions, unless None.
             to_come: the parts that follow, if `selection` is one of `TokenSelection.parts`. The gradients of all parts then add
                 up to that of the whole selection, if each part's backward is over before the next one starts.
@@ -187,16 +199,26 @@ class TokenSeekSession:
         """
         if not self.records:
             raise RuntimeError("ditch() needs the keys and values of a seek() in the same session.")
+        if self.structure.loss_per_row and not instances.per_row:
+            raise RuntimeError("In sequence classification ditch() needs the instances of seek()'s result.")
         n_items = instances.n_supervised.sum() if num_items_in_batch is None else num_items_in_batch
+        self._n_items = num_items_in_batch
         self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, statistics
         self._start_ditch(selection, to_come)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
-            return self.model(**self._selected_inputs(inputs, instances, selection))["loss"]
+            inputs = self._inputs(inputs, instances)
+            if not self.structure.loss_per_row:  # a classifier's head sees all tokens, its decoder the selected ones
+                inputs = self._selected(inputs)
+            return self.model(**inputs)["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
-        """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them."""
-        return [tensor for record in self.records.values() for tensor in (record.key, record.value)]
+        """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them.
+
+        Of a sequence classifier also the last hidden states (B, n, E).
+        """
+        tensors = [tensor for record in self.records.values() for tensor in (record.key, record.value)]
+        return tensors if self._top is None else [*tensors, self._top]
 
     def carried(self) -> list[torch.Tensor]:
         """The gradients that wait for the parts to come."""
@@ -209,29 +231,61 @@ class TokenSeekSession:
         """Stands for the outer model's forward, inside DDP's and FSDP's hooks."""
         if self._mode not in ("seek", "ditch"):
             return self._model_forward(*args, **kwargs)
+        if self.structure.loss_per_row:
+            return self._run_classifier(kwargs)
         self._model_kwargs = kwargs
         self._model_forward(*args, **kwargs)
+        hidden = self._take_hidden()
+        if self._mode == "seek":
+            self._finish_seek(hidden)
+            return {}
+        return {"loss": self._ditch_loss(hidden)}
+
+    def _run_classifier(self, kwargs):
+        """`_run_model` for sequence classification: the head runs as the model calls it, on the hidden states of all tokens."""
+        if self._mode == "ditch":
+            return {"loss": classify(self._model_forward, kwargs, self._smoothing, self._n_items)[1]}
+        with torch.enable_grad():
+            logits, loss = classify(self._model_forward, kwargs, self._smoothing, None)
+        hidden = self._take_hidden()
+        self._top = hidden.detach()
+        self._found.instances = self._instances.reading(positions_read(logits, hidden, self._instances.ids >= 0))
+        if loss is not None:
+            self._found.loss_sum = loss.detach() * len(hidden)
+        if self._score_gradient:
+            if loss is None:
+                raise InputError(f"scorer={self.config.scorer!r} needs the loss, but the batch has no labels.")
+            self._found.gradient = self._gradient_of(loss, torch.full_like(loss, len(hidden)))
+        return {}
+
+    def _take_hidden(self) -> torch.Tensor:
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise UnsupportedModelError(
                 f"The {self.structure.model_type!r} model does not call the {type(self.structure.decoder).__name__} that holds its "
                 "blocks, so its hidden states cannot be taken."
             )
-        if self._mode == "seek":
-            self._finish_seek(hidden)
-            return {}
-        return {"loss": self._ditch_loss(hidden)}
+        return hidden
 
     def _run_decoder(self, *args, **kwargs):
-        """Stands for the decoder's forward: keeps its hidden states, and lets the head see only one position of them."""
+        """Stands for the decoder's forward: keeps its hidden states, and lets the head see only one position of them.
+
+        A sequence classifier's head sees all.
+        """
         if self._mode == "head":
             return _with_hidden(self._decoder_output, self._head_input)
+        if self._mode == "ditch" and self.structure.loss_per_row:
+            output = self._decoder_forward(**self._selected(_by_name(self.structure.decoder, args, kwargs)))
+            top, self._top = self._top, None
+            return _with_hidden(output, put_back(output[0], top, self._positions))
         if self._mode == "seek":
             with torch.no_grad():  # ends the grad mode that the last block may have switched on
                 output = self._decoder_forward(*args, **kwargs)
         else:
             output = self._decoder_forward(*args, **kwargs)
         self._hidden = output[0]
+        if self.structure.loss_per_row:
+            return output
         self._decoder_output = _with_hidden(output, None)
         return _with_hidden(output, output[0][:, :1])
 
@@ -291,14 +345,18 @@ class TokenSeekSession:
                 at_hidden[where] = gradient.to(hidden.dtype)
         if self._score_gradient:
             # Also when it is all zeros: with FSDP every rank must run the same backward.
-            (at_leaf,) = torch.autograd.grad(hidden, self._leaf, at_hidden)
-            at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
-            if at_tokens is None:
-                raise UnsupportedModelError(
-                    f"The blocks of the {self.structure.model_type!r} model pass on hidden states of shape "
-                    f"{tuple(at_leaf.shape)}, in which tokens cannot be told apart. Use scorer='context' or 'random'."
-                )
-            self._found.gradient = gradient_magnitude(at_tokens)
+            self._found.gradient = self._gradient_of(hidden, at_hidden)
+
+    def _gradient_of(self, output, at_output) -> torch.Tensor:
+        """Gradient score (B, n): the magnitude at the last block's input of the gradient `at_output` at `output`."""
+        (at_leaf,) = torch.autograd.grad(output, self._leaf, at_output)
+        at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
+        if at_tokens is None:
+            raise UnsupportedModelError(
+                f"The blocks of the {self.structure.model_type!r} model pass on hidden states of shape "
+                f"{tuple(at_leaf.shape)}, in which tokens cannot be told apart. Use scorer='context' or 'random'."
+            )
+        return gradient_magnitude(at_tokens)
 
     def _start_gradient(self, block, args, kwargs):
         """Before the last block: make its input a leaf, and keep a graph from here to the hidden states."""
@@ -308,6 +366,13 @@ class TokenSeekSession:
         if args:
             return (self._leaf, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._leaf}
+
+    def _start_head(self, block, args, output):
+        """After the last block: keep a graph from here on, in which a classifier's head shows what it reads."""
+        torch.set_grad_enabled(True)
+        if isinstance(output, torch.Tensor):
+            return output.detach().requires_grad_()
+        return type(output)([output[0].detach().requires_grad_(), *output[1:]])
 
     def _ditch_loss(self, hidden) -> torch.Tensor:
         keep = self._selection.supervised
@@ -449,6 +514,8 @@ class TokenSeekSession:
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
+        if self.structure.loss_per_row and inputs.get("labels") is not None:
+            kept["labels"] = inputs["labels"]
         if not self.structure.forward_accepts("position_ids") and instances.count > len(instances.ids):
             raise InputError(
                 f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. "
@@ -459,10 +526,10 @@ class TokenSeekSession:
             kept["use_cache"] = False
         return kept
 
-    def _selected_inputs(self, inputs: dict, instances: Instances, selection: TokenSelection) -> dict:
+    def _selected(self, inputs: dict) -> dict:
         """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it."""
-        shape = instances.ids.shape
-        selected = self._inputs(inputs, instances)
+        shape = self._instances.ids.shape
+        selected = dict(inputs)
         mask = selected.pop("attention_mask", None)
         for name, value in selected.items():
             if isinstance(value, torch.Tensor):
@@ -471,10 +538,10 @@ class TokenSeekSession:
                         f"The input {name!r} has shape {tuple(value.shape)}. TokenSeek can gather only inputs that begin "
                         f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
                     )
-                selected[name] = selection.gather(value)
+                selected[name] = self._selection.gather(value)
         if self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids"):
             # alibi is built over all keys, from their mask
-            selected["attention_mask"] = torch.ones_like(instances.ids) if mask is None else mask
+            selected["attention_mask"] = torch.ones_like(self._instances.ids) if mask is None else mask
         return selected
 
     def _check_all_recorded(self) -> None:
@@ -496,6 +563,12 @@ def _with_argument(name, value, module, args, kwargs):
     if place < len(args):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
+
+
+def _by_name(module, args, kwargs) -> dict:
+    """The arguments of a call of a module's forward, by name."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _with_hidden(output, hidden):

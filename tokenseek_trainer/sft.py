@@ -4,10 +4,12 @@ import numbers
 from typing import Any
 
 import torch
+from torch import nn
 
 from .collator import TOKEN_COLUMNS, check_token_indices
 from .errors import InputError, UnsupportedModelError
 from .losses import TokenStatistics
+from .structure import inspect_model
 from .trainer import TokenSeekMixin
 
 
@@ -43,6 +45,11 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
             raise UnsupportedModelError(
                 "activation_offloading is not supported: it would move every layer's keys and values forth and back. Use "
                 "TokenSeekConfig(kv_store='cpu') with gradient_checkpointing=True."
+            )
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, nn.Module) and not inspect_model(model).shift:
+            raise UnsupportedModelError(
+                f"SFTTrainer trains causal language models, which {type(model).__name__} is not. Use TokenSeekTrainer."
             )
         super().__init__(*args, **kwargs)
         if self._token_columns:

@@ -8,7 +8,12 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.loss.loss_utils import (
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
 
 from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
@@ -39,7 +44,10 @@ class ModelStructure:
         decoder: the stack of blocks, without the head.
         blocks: the transformer blocks, first to last.
         shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
-        vocab_size: width of the logits.
+        vocab_size: width of the logits; of a token classifier the number of labels.
+        loss_per_row: True for sequence classification: one label and one loss a row, not a token.
+        loss_counts_items: whether the model's loss divides by the Trainer's num_items_in_batch. Else, as classifiers and most
+            masked LMs of transformers do, it is the mean of the micro-batch.
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
             of the argument by which it takes a cache.
         first_position: what the model's own numbering gives to the first token.
@@ -51,6 +59,8 @@ class ModelStructure:
     blocks: tuple[nn.Module, ...]
     shift: bool
     vocab_size: int
+    loss_per_row: bool = False
+    loss_counts_items: bool = True
     attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
     first_position: int = 0
 
@@ -124,7 +134,11 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         decoder=decoder,
         blocks=blocks,
         shift=lm.loss_function is ForCausalLMLoss,
-        vocab_size=lm.config.get_text_config().vocab_size,
+        vocab_size=lm.config.num_labels
+        if lm.loss_function is ForTokenClassification
+        else lm.config.get_text_config().vocab_size,
+        loss_per_row=lm.loss_function is ForSequenceClassificationLoss,
+        loss_counts_items=lm.loss_function in (ForCausalLMLoss, ForMaskedLMLoss) and _uses_loss_function(lm),
         attention_by_hand=_attention_by_hand(blocks),
         first_position=_first_position(decoder) if takes_positions else 0,
     )
@@ -202,10 +216,15 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             "AutoModelForMaskedLM; else it is built in another way (blocks that run in loops, several stacks), which is "
             "not supported."
         )
-    if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
+    if lm.loss_function not in (
+        ForCausalLMLoss,
+        ForMaskedLMLoss,
+        ForSequenceClassificationLoss,
+        ForTokenClassification,
+    ):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
-            "masked language modelling."
+            "masked language modelling, sequence classification and token classification."
         )
     if lm.loss_function is ForCausalLMLoss and not _uses_loss_function(lm):
         raise UnsupportedModelError(

@@ -28,15 +28,17 @@ def add_token_columns(
     """
     if column not in ("token_scores", "token_indices"):
         raise ValueError(f"column must be 'token_scores' or 'token_indices', got {column!r}.")
-    collator = TokenSeekCollator(pad_token_id=pad_token_id)
     device = next(model.parameters()).device
     scored = []
     with TokenSeekSession(model, config) as session:
+        collator = TokenSeekCollator(pad_token_id=pad_token_id, labels_per_row=session.structure.loss_per_row)
         for start in range(0, len(examples), batch_size):
             part = examples[start : start + batch_size]
             batch = {name: tensor.to(device) for name, tensor in collator(part).items()}
             instances = session.instances(batch)
-            scores = session.seek(batch, instances).scores(instances, config, step=0)
+            found = session.seek(batch, instances)
+            instances = found.instances
+            scores = found.scores(instances, config, step=0)
             if column == "token_scores":
                 columns = [row[: len(e["input_ids"])].tolist() for row, e in zip(scores, part, strict=True)]
             else:

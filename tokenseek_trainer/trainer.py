@@ -57,7 +57,7 @@ class TokenSeekMixin:
             )
         self._session: TokenSeekSession | None = None
         self._checked = False
-        self._part, self._parts = 0, None
+        self._part, self._instances, self._parts = 0, None, None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
         self._refuse_other_objectives()
@@ -131,7 +131,8 @@ class TokenSeekMixin:
             return
         if not self._structure.shift:
             raise UnsupportedModelError(
-                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens attend to later ones. Set parts=1."
+                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens attend to later ones, or "
+                "a label belongs to a row. Set parts=1."
             )
         if "layerwise" in optim or "lomo" in optim:
             raise UnsupportedModelError(
@@ -156,7 +157,7 @@ class TokenSeekMixin:
                         loss = loss + super().training_step(model, inputs, *args, **kwargs)
                 return loss
             finally:
-                self._session = self._parts = None
+                self._session = self._instances = self._parts = None
 
     def compute_loss(
         self,
@@ -183,9 +184,7 @@ class TokenSeekMixin:
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:
                 loss = result[0] if return_outputs else result
-                self._training_log.add_ordinary(
-                    inputs, loss, num_items_in_batch, self._structure.shift, self._accumulation
-                )
+                self._training_log.add_ordinary(inputs, loss, num_items_in_batch, self._structure, self._accumulation)
             return result
         if self._session is None:
             raise UnsupportedModelError(
@@ -203,26 +202,27 @@ class TokenSeekMixin:
                 "TokenSeekCollator, which makes them from input_ids."
             )
         session, smoothing = self._session, self.args.label_smoothing_factor
-        instances = session.instances(inputs)
         if self._part == 0:
-            self._parts = self._seek(inputs, instances, num_items_in_batch).parts(self.tokenseek.parts)
+            self._instances, selection = self._seek(inputs, num_items_in_batch)
+            self._parts = selection.parts(self.tokenseek.parts)
             self._token_statistics = self._statistics()
         with self._training_log.counting(self.model, self._part) as saved:
             if saved is not None:
                 saved.add(*session.recorded(), *session.carried())
             return session.ditch(
                 inputs,
-                instances,
+                self._instances,
                 self._parts[self._part],
-                num_items_in_batch,
+                self._items_of_loss(num_items_in_batch),
                 label_smoothing=smoothing,
                 statistics=self._token_statistics,
                 to_come=self._parts[self._part + 1 :],
             )
 
-    def _seek(self, inputs: dict[str, Any], instances: Instances, num_items_in_batch) -> TokenSelection:
+    def _seek(self, inputs: dict[str, Any], num_items_in_batch) -> tuple[Instances, TokenSelection]:
         """Run the seek pass and select."""
         session, config = self._session, self.tokenseek
+        instances = session.instances(inputs)
         if config.self_check and not self._checked:
             self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
@@ -239,8 +239,10 @@ class TokenSeekMixin:
             scoring=given is None and scores is None,
             label_smoothing=self.args.label_smoothing_factor,
         )
+        instances = found.instances
         if given is not None:
             selection = select_given(given, instances, config)
+            self._check_given(selection, instances)
         else:
             if scores is None:
                 scores = found.scores(instances, config, self.state.global_step)
@@ -249,17 +251,36 @@ class TokenSeekMixin:
             selection = select(scores, instances, config, causal=self._structure.shift, step=self.state.global_step)
         full_loss = found.loss_sum
         if full_loss is not None:
-            n_here = instances.n_supervised.sum().clamp(min=1) * self._accumulation
-            n_items = n_here if num_items_in_batch is None else num_items_in_batch
+            n_items = self._items_of_loss(num_items_in_batch)
+            if n_items is None:
+                n_items = len(instances.ids) if instances.per_row else instances.n_supervised.sum().clamp(min=1)
             full_loss = full_loss / n_items * self._process_scale(num_items_in_batch)
+            full_loss = full_loss / (self._accumulation if num_items_in_batch is None else 1)
         self._training_log.add(instances, selection, full_loss, self._accumulation)
-        return selection
+        return instances, selection
+
+    def _items_of_loss(self, num_items_in_batch):
+        """What the stock loss is divided by; None: the supervised positions, or rows, of the micro-batch.
+
+        Heads that ignore num_items_in_batch take the mean of each micro-batch; label smoothing is the Trainer's own.
+        """
+        counts = self._structure.loss_counts_items or self.args.label_smoothing_factor
+        return num_items_in_batch if counts else None
 
     def _process_scale(self, num_items_in_batch) -> int:
         """As in the stock Trainer: DDP averages over processes, while N may count the tokens of all of them."""
         if num_items_in_batch is None or not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // self.get_tp_size()
+
+    def _check_given(self, selection, instances) -> None:
+        """Refuse token_indices without any token that a classifier's head reads."""
+        if instances.per_row and not selection.supervised.any(-1).all():
+            row = int((~selection.supervised.any(-1)).nonzero()[0])
+            raise InputError(
+                f"token_indices of row {row} leave out position {int(instances.supervised[row].long().argmax())}, by which the "
+                "model classifies it. Add it."
+            )
 
     def _check_scores(self, scores: torch.Tensor, instances) -> None:
         """Refuse a token_scores column that cannot be ranked, or drawn from."""
@@ -390,6 +411,7 @@ class TokenSeekTrainer(TokenSeekMixin, Trainer):
                 pad_token_id=getattr(self.processing_class, "pad_token_id", None),
                 padding_side=getattr(self.processing_class, "padding_side", None) or "right",
                 causal=self._structure.shift,
+                labels_per_row=self._structure.loss_per_row,
             )
         elif type(data_collator).__module__.startswith("transformers."):
             named = [n for n in TOKEN_COLUMNS if n in (getattr(self.train_dataset, "column_names", None) or ())]

@@ -56,13 +56,14 @@ class TrainingLog:
             full_loss=full_loss,
         )
 
-    def add_ordinary(self, inputs, loss, num_items_in_batch, shift, accumulation) -> None:
+    def add_ordinary(self, inputs, loss, num_items_in_batch, structure, accumulation) -> None:
         """A micro-batch of ordinary training."""
         labels = inputs.get("shift_labels")
-        instances = find_instances(
-            inputs, inputs.get("labels") if labels is None else labels, shift and labels is None
-        )
-        n_supervised, n_tokens = instances.n_supervised.sum(), instances.n_tokens.sum()
+        shift = structure.shift and labels is None
+        labels = inputs.get("labels") if labels is None else labels
+        instances = find_instances(inputs, None if structure.loss_per_row else labels, shift)
+        n_supervised = len(labels) if structure.loss_per_row else instances.n_supervised.sum()
+        n_tokens = instances.n_tokens.sum()
         full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
         self._add(accumulation, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss)
 
