@@ -148,7 +148,8 @@ def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
     keep[rows, selection.indices[rows, slots]] = True
     weights[rows, selection.indices[rows, slots]] = selection.weights[rows, slots]
     inputs = inspect_model(model).with_own_positions(batch)
-    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum())
+    shift = inspect_model(model).shift
+    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum(), shift)
     expected.backward()
     error = relative_error(ditched, gradients(model))
     return max(error, float(abs(loss.detach() - expected.detach()) / abs(expected.detach())))

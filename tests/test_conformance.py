@@ -33,9 +33,9 @@ from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
 
 
 SAMPLE = (
-    "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
+    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
     "gpt_oss", "granite", "llama4_text", "mllama", "modernbert-decoder", "mpt", "olmo2", "phi3", "qwen2",
-    "qwen3_moe", "roberta", "smollm3",
+    "qwen3_moe", "roberta", "smollm3", "trocr", "whisper",
 )  # fmt: skip
 
 
@@ -87,8 +87,11 @@ def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
         ("doge", "another mask than that of transformers' mask interface"),
         ("dory", "runs one block twice"),
         ("hrm_text", "blocks that run in loops"),
-        ("roformer", "takes no position_ids"),
-        ("bart", "computes its loss itself, so it is not known which label a position predicts"),
+        ("xlnet", "takes no position_ids"),
+        (
+            "prophetnet",
+            "computes its loss itself, and not as the cross-entropy of every position's logits with its label",
+        ),
     ],
 )
 def test_a_refusal_names_the_reason(family, sentence):

@@ -39,6 +39,7 @@ from .patching import (
     masks_replaced,
     neftune_scaled,
 )
+from .positions import OwnPositions
 from .quantized import undo_cpu_packing
 from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
 from .selection import TokenSelection
@@ -104,6 +105,9 @@ class TokenSeekSession:
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
+            for module in self.structure.position_modules:
+                run = functools.partial(self._run_positions, OwnPositions(module.forward))
+                stack.enter_context(forward_replaced(module, run))
             self._open = stack.pop_all()
         return self
 
@@ -242,6 +246,12 @@ class TokenSeekSession:
         longest = self._instances.position_ids.max().expand(len(position_ids), 1)
         cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
         return tuple(values[:, :-1] for values in cos_and_sin)
+
+    def _run_positions(self, positions: OwnPositions, *args, **kwargs):
+        """Stands for a module that numbers the tokens it is given."""
+        if self._mode == "ditch":
+            return positions.of_selected(self._selection)
+        return positions.of_all(*args, **kwargs)
 
     def _give_caches(self, stack: contextlib.ExitStack) -> None:
         """Give every attention that is written out in the model file a cache, in which its keys and values show."""
@@ -448,6 +458,8 @@ class TokenSeekSession:
         self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
+        if inputs.get("encoder_hidden_states") is not None:
+            raise InputError("encoder_hidden_states are not supported: a decoder is trained on its own tokens only.")
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
         if not self.structure.forward_accepts("position_ids") and instances.count > len(instances.ids):
             raise InputError(

@@ -8,10 +8,12 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
+from .objective import shifts_labels
+from .positions import position_modules
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
@@ -43,6 +45,7 @@ class ModelStructure:
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
             of the argument by which it takes a cache.
         first_position: what the model's own numbering gives to the first token.
+        position_modules: those that number the tokens of a model that takes no position_ids.
     """
 
     outer: nn.Module
@@ -53,6 +56,7 @@ class ModelStructure:
     vocab_size: int
     attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
     first_position: int = 0
+    position_modules: tuple[nn.Module, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -114,7 +118,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     decoder = _find_decoder(lm)
     blocks = _blocks_of(lm, decoder)
     takes_positions = _accepts(lm, "position_ids") or _accepts(decoder, "position_ids")
-    if not (takes_positions or any("alibi" in name for name in dir(decoder))):
+    numbering = () if takes_positions else position_modules(decoder, blocks)
+    if not (takes_positions or numbering or any("alibi" in name for name in dir(decoder))):
         raise UnsupportedModelError(
             f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
         )
@@ -123,10 +128,11 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         lm=lm,
         decoder=decoder,
         blocks=blocks,
-        shift=lm.loss_function is ForCausalLMLoss,
+        shift=shifts_labels(lm),
         vocab_size=lm.config.get_text_config().vocab_size,
         attention_by_hand=_attention_by_hand(blocks),
         first_position=_first_position(decoder) if takes_positions else 0,
+        position_modules=numbering,
     )
 
 
@@ -202,22 +208,6 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             "AutoModelForMaskedLM; else it is built in another way (blocks that run in loops, several stacks), which is "
             "not supported."
         )
-    if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
-        raise UnsupportedModelError(
-            f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
-            "masked language modelling."
-        )
-    if lm.loss_function is ForCausalLMLoss and not _uses_loss_function(lm):
-        raise UnsupportedModelError(
-            f"{name} computes its loss itself, so it is not known which label a position predicts (the decoders of Bart and "
-            "its kin expect labels that are shifted already)."
-        )
-
-
-def _uses_loss_function(lm: PreTrainedModel) -> bool:
-    """Whether a forward of the model's class or of its bases, to which it may pass on, names transformers' loss function."""
-    forwards = (inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__)
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _refuse_adapters(config) -> None:

@@ -20,6 +20,7 @@ from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import Instances
 from .losses import TokenStatistics
+from .objective import refuse_copying
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
 from .selection import TokenSelection, select, select_given
@@ -67,6 +68,7 @@ class TokenSeekMixin:
         super().__init__(*args, **kwargs)
         self.add_callback(StepClock(lambda seconds: self._training_log.add_time(seconds)))
         self._structure = inspect_model(self.model)
+        self._loss_shifts_labels = self._structure.shift  # by which the Trainer counts num_items_in_batch
         context_blocks(self.tokenseek, self._structure)  # refuses blocks that the model has not
         self._refuse_combinations()
 
@@ -223,6 +225,8 @@ class TokenSeekMixin:
     def _seek(self, inputs: dict[str, Any], instances: Instances, num_items_in_batch) -> TokenSelection:
         """Run the seek pass and select."""
         session, config = self._session, self.tokenseek
+        if not self._structure.shift and self.state.global_step == 0:
+            refuse_copying(inputs, instances, self._structure.lm)
         if config.self_check and not self._checked:
             self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
