@@ -4,7 +4,6 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 
-import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
@@ -43,7 +42,7 @@ class ModelStructure:
         shift: True if position j predicts label j + 1 (causal-LM loss), False if it predicts label j (masked-LM loss).
         vocab_size: width of the logits.
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
-            of the argument by which it takes a cache.
+            of the argument by which it takes a cache, None if it takes none.
         first_position: what the model's own numbering gives to the first token.
         position_modules: those that number the tokens of a model that takes no position_ids.
     """
@@ -54,7 +53,7 @@ class ModelStructure:
     blocks: tuple[nn.Module, ...]
     shift: bool
     vocab_size: int
-    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
+    attention_by_hand: dict[nn.Module, str | None] = field(default_factory=dict, hash=False)
     first_position: int = 0
     position_modules: tuple[nn.Module, ...] = ()
 
@@ -136,18 +135,6 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     )
 
 
-def _refuse_own_mask(module: nn.Module) -> None:
-    """Attention by hand that masks with a table of its own (GPT-Neo) reads it off the numbers of queries and keys."""
-    tables = [
-        name for name, buffer in module.named_buffers(recurse=False) if buffer.ndim == 4 and buffer.dtype == torch.bool
-    ]
-    if tables:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} masks its attention with a table of its own ({tables[0]!r}), which counts on all tokens "
-            "being there."
-        )
-
-
 def _name(lm: PreTrainedModel) -> str:
     return f"{type(lm).__name__} (model type {lm.config.model_type!r})"
 
@@ -164,18 +151,20 @@ def _first_position(decoder: nn.Module) -> int:
     return 0
 
 
-def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
-    """The innermost modules that take a cache, if their model file does not know transformers' attention interface."""
+def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str | None]:
+    """The innermost modules that take a cache, if their model file does not know transformers' attention interface.
+
+    Where none takes a cache, those that are attention by the name of their class. The self-check proves that they are.
+    """
     takes = {}
     for module in (m for block in blocks for m in block.modules()):
         names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
         if names:
             takes[module] = names[0]
+    if not takes:
+        takes = {m: None for block in blocks for m in block.modules() if "attention" in type(m).__name__.lower()}
     innermost = {m: name for m, name in takes.items() if not any(child in takes for child in list(m.modules())[1:])}
-    found = {module: name for module, name in innermost.items() if not _knows_interface(module)}
-    for module in found:
-        _refuse_own_mask(module)
-    return found
+    return {module: name for module, name in innermost.items() if not _knows_interface(module)}
 
 
 def _knows_interface(module: nn.Module) -> bool:

@@ -133,7 +133,7 @@ class TokenSeekMixin:
             return
         if not self._structure.shift:
             raise UnsupportedModelError(
-                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens attend to later ones. Set parts=1."
+                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens may attend to later ones. Set parts=1."
             )
         if "layerwise" in optim or "lomo" in optim:
             raise UnsupportedModelError(
