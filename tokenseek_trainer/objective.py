@@ -27,6 +27,10 @@ def shifts_labels(lm: PreTrainedModel) -> bool:
         UnsupportedModelError: the model trains on something else.
     """
     name = f"{type(lm).__name__} (model type {lm.config.model_type!r})"
+    if "labels" not in inspect.signature(type(lm).forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no labels and computes no loss, so there is nothing to train it on."
+        )
     if lm.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "

@@ -32,6 +32,7 @@ from .errors import InputError, UnsupportedModelError
 from .handwritten import AttentionProducts, mask_tables, table_replaced
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
+from .packing import mixes_documents
 from .patching import (
     attention_replaced,
     depends_on_length,
@@ -207,6 +208,10 @@ class TokenSeekSession:
         """The gradients that wait for the parts to come."""
         both = [carried.values for record in self.records.values() for carried in (record.at_key, record.at_value)]
         return [values for values in both if values is not None]
+
+    def mixes_documents(self) -> bool:
+        """Whether the masks of the last seek let packed documents of a row attend to each other."""
+        return mixes_documents(self._rules, self._instances)
 
     # ---- what the model calls ----
 
@@ -535,7 +540,7 @@ class TokenSeekSession:
     def _check_all_recorded(self) -> None:
         """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
         owners = {self.structure.block_index(module) for module, _ in self.records}
-        missing = sorted(self._entered - owners)
+        missing = sorted(self._entered - owners - self.structure.tokenwise_blocks)
         if missing or not self.records:
             raise UnsupportedModelError(
                 f"Block {min(missing, default=0)} of the {self.structure.model_type!r} model does not call transformers' attention "

@@ -45,6 +45,7 @@ class ModelStructure:
             of the argument by which it takes a cache, None if it takes none.
         first_position: what the model's own numbering gives to the first token.
         position_modules: those that number the tokens of a model that takes no position_ids.
+        tokenwise_blocks: indices of blocks that have no attention by the config's layer types (Nemotron-H).
     """
 
     outer: nn.Module
@@ -56,6 +57,7 @@ class ModelStructure:
     attention_by_hand: dict[nn.Module, str | None] = field(default_factory=dict, hash=False)
     first_position: int = 0
     position_modules: tuple[nn.Module, ...] = ()
+    tokenwise_blocks: frozenset[int] = frozenset()
 
     @property
     def model_type(self) -> str:
@@ -132,7 +134,15 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         attention_by_hand=_attention_by_hand(blocks),
         first_position=_first_position(decoder) if takes_positions else 0,
         position_modules=numbering,
+        tokenwise_blocks=_tokenwise_blocks(lm, blocks),
     )
+
+
+def _tokenwise_blocks(lm: PreTrainedModel, blocks: tuple[nn.Module, ...]) -> frozenset[int]:
+    layer_types = getattr(lm.config.get_text_config(), "layer_types", None) or ()
+    if len(layer_types) != len(blocks):
+        return frozenset()
+    return frozenset(i for i, kind in enumerate(layer_types) if kind in TOKENWISE_LAYER_TYPES)
 
 
 def _name(lm: PreTrainedModel) -> str:
@@ -267,13 +277,19 @@ def uses_checkpointing(model: nn.Module) -> bool:
 
 
 def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
-    """Indices of the blocks whose attention makes the context score; an index that the model has not is refused."""
+    """Indices of the blocks whose attention makes the context score; one that the model has not is refused."""
     n = len(structure.blocks)
+    attending = [i for i in range(n) if i not in structure.tokenwise_blocks]
     if config.context_layers == "last":
-        return {n - 1}
+        return {attending[-1]}
     if config.context_layers == "all":
-        return set(range(n))
+        return set(attending)
     bad = [i for i in config.context_layers if not -n <= i < n]
     if bad:
         raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
+    without = [i for i in config.context_layers if i % n in structure.tokenwise_blocks]
+    if without:
+        raise UnsupportedModelError(
+            f"context_layers names block {without[0]}, which has no attention. Blocks with attention: {attending}."
+        )
     return {i % n for i in config.context_layers}

@@ -21,6 +21,7 @@ from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import Instances
 from .losses import TokenStatistics
 from .objective import refuse_copying
+from .packing import warn_of_mixed_documents
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
 from .selection import TokenSelection, select, select_given
@@ -57,7 +58,7 @@ class TokenSeekMixin:
                 "Write tokenseek=TokenSeekConfig(ratio=0.1), or TokenSeekConfig.from_dict(...) for a mapping."
             )
         self._session: TokenSeekSession | None = None
-        self._checked = False
+        self._checked = self._packing_checked = False
         self._part, self._parts = 0, None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
@@ -243,6 +244,10 @@ class TokenSeekMixin:
             scoring=given is None and scores is None,
             label_smoothing=self.args.label_smoothing_factor,
         )
+        if not self._packing_checked and instances.count > len(instances.ids):
+            self._packing_checked = True
+            if session.mixes_documents():
+                warn_of_mixed_documents(self._structure.model_type)
         if given is not None:
             selection = select_given(given, instances, config)
         else:
