@@ -213,3 +213,20 @@ def test_two_softmaxes_cannot_be_scored_but_train():
     assert gradient_error(model, batch, TokenSeekConfig(ratio=0.4)) < 1e-12
     with pytest.raises(UnsupportedModelError, match="forms 2 softmaxes of all tokens in one attention"):
         seek(model, batch)
+
+
+@pytest.mark.parametrize("family", ["bart", "falcon", "gpt_neo", "openai-gpt"])
+def test_the_self_check_allows_the_rounding_of_bfloat16(family):
+    assert check(tiny_family_model(family, torch.bfloat16), ragged_batch((9, 1, 12))) < 2e-2
+
+
+def test_positions_of_the_wrong_tokens_are_caught(monkeypatch):
+    def first_positions(self, selection):
+        args, kwargs = self._call
+        return self._forward(*args, **kwargs)[..., : selection.indices.shape[1], :].expand(
+            len(selection.indices), -1, -1
+        )
+
+    monkeypatch.setattr("tokenseek_trainer.positions.OwnPositions.of_selected", first_positions)
+    with pytest.raises(SelfCheckError, match="at the embeddings"):
+        check(tiny_family_model("bart", torch.float64), ragged_batch((9, 12)))
