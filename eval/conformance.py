@@ -4,7 +4,7 @@
 
 Every family of the causal-LM mapping gets a tiny random model (tiny_configs.py), in float64 where it runs. What a user
 would see happens first: the structure is inspected and the self-check runs; what they refuse counts as refused, with the
-user's sentence. Then the gradient of every parameter is compared with the oracle of tokenseek_trainer/testing.py.
+user's sentence. Hybrid families are tried a second time with attention layers only. Then the gradient of every parameter is compared with the oracle of tokenseek_trainer/testing.py.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from tiny_configs import N_LAYERS, WINDOW, NotBuilt, tiny_family_model
+from tiny_configs import ATTENTION_ONLY, N_LAYERS, WINDOW, NotBuilt, tiny_family_model
 from torch.overrides import TorchFunctionMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -109,6 +109,7 @@ def check_model(model) -> dict:
         "errors": errors,
         "refused_cases": refused,
         "keeps_packed_documents_apart": "packed" not in refused and keeps_documents_apart(model, BATCHES["packed"]()),
+        "told_that_packed_documents_mix": "packed" not in refused and told_of_mixing(model, BATCHES["packed"]()),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 
@@ -148,7 +149,8 @@ def gradient_error(model, batch: dict, config: TokenSeekConfig) -> float:
     keep[rows, selection.indices[rows, slots]] = True
     weights[rows, selection.indices[rows, slots]] = selection.weights[rows, slots]
     inputs = inspect_model(model).with_own_positions(batch)
-    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum())
+    shift = inspect_model(model).shift
+    expected = oracle_loss(model, inputs, keep, weights, instances.n_supervised.sum(), shift)
     expected.backward()
     error = relative_error(ditched, gradients(model))
     return max(error, float(abs(loss.detach() - expected.detach()) / abs(expected.detach())))
@@ -199,6 +201,13 @@ def keeps_documents_apart(model, batch: dict) -> bool:
     return True
 
 
+def told_of_mixing(model, batch: dict) -> bool:
+    """Whether a user would be warned that packed documents attend to each other."""
+    with TokenSeekSession(model, SELECTIONS["default"]) as session:
+        session.seek(batch, session.instances(batch), scoring=False)
+        return session.mixes_documents()
+
+
 @torch.no_grad()
 def stock_logits(model, batch: dict) -> torch.Tensor:
     """(B, n, V) of the ordinary training forward."""
@@ -235,16 +244,18 @@ def upcasts_exact(dtype: torch.dtype):
 
 @contextlib.contextmanager
 def time_limit(seconds: int):
-    def stop(signum, frame):
-        raise NotBuilt(f"not done within {seconds} s")
+    """Processor time, so that a busy machine changes no outcome."""
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    def stop(signum, frame):
+        raise NotBuilt(f"not done within {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main() -> None:
@@ -256,11 +267,22 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     families, started = {}, time.perf_counter()
     for family in options.families.split(",") if options.families else FAMILIES:
-        families[family] = check_family(family)
-        result = families[family]
+        families[family] = result = check_family(family)
+        if family in ATTENTION_ONLY:
+            result["attention_only"] = {
+                "settings": ATTENTION_ONLY[family],
+                **check_family(family, **ATTENTION_ONLY[family]),
+            }
         print(f"{family:24} {result['outcome']:10}", result.get("error", result.get("reason", "")), flush=True)
+        if "attention_only" in result:
+            print(f"{'':24} with attention only {result['attention_only']['outcome']}", flush=True)
     outcomes = [result["outcome"] for result in families.values()]
     counts = {outcome: outcomes.count(outcome) for outcome in ("exact", "refused", "wrong", "not built")}
+    attention_only = [
+        result["attention_only"]["outcome"] for result in families.values() if "attention_only" in result
+    ]
+    counts["exact with attention only"] = attention_only.count("exact")
+    counts["wrong"] += attention_only.count("wrong")
     print(counts)
     conditions = {"seed": SEED, "layers": N_LAYERS, "window": WINDOW, "batches": list(BATCHES)}
     conditions["selections"] = {name: config.to_dict() for name, config in SELECTIONS.items()}

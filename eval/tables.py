@@ -275,14 +275,15 @@ def features() -> str:
 # By words of the sentence that the user sees, the first that is in it.
 REFUSED_FOR = {
     "mix tokens outside attention": "layers of another kind than attention: state space, linear attention, convolution, indexers",
+    "takes no labels": "no loss to train on",
     "takes no position_ids": "no place for positions",
     "another mask": "a mask of its own",
-    "a table of its own": "a mask of its own",
     "computes its loss itself": "a loss of its own",
     "twice": "blocks that run in loops",
     "shows no stack": "blocks that run in loops or in several stacks",
     "cannot be told apart": "hidden states of several streams of tokens",
-    "attention interface": "attention by hand, without a cache",
+    "attention interface": "attention written out, whose keys and values show nowhere",
+    "attends to keys of": "tokens of its own beside the given ones",
     "part of its tokens": "attention by hand that counts on all tokens",
 }
 
@@ -291,13 +292,16 @@ def conformance() -> str:
     """How many causal language models of transformers are exact, and why the others are not."""
     result = load("conformance.json")
     families = result["families"]
-    exact = {name: family for name, family in families.items() if family["outcome"] == "exact"}
-    worst = max(family["error"] for family in exact.values())
+    exact = [family for family in families.values() if family["outcome"] == "exact"]
+    attention_only = [
+        name for name, family in families.items() if family.get("attention_only", {}).get("outcome") == "exact"
+    ]
+    worst = max(family["error"] for family in (*exact, *(families[name]["attention_only"] for name in attention_only)))
     groups: dict[str, list[str]] = {}
     for name, family in families.items():
-        if family["outcome"] == "refused":
+        if family["outcome"] == "refused" and name not in attention_only:
             groups.setdefault(_refused_for(family["reason"]), []).append(name)
-        elif family["outcome"] != "exact":
+        elif family["outcome"] not in ("exact", "refused"):
             groups.setdefault(family["outcome"], []).append(name)
     lines = [
         f"The {len(families)} families of transformers' causal-LM mapping, each as a tiny random model:",
@@ -305,11 +309,35 @@ def conformance() -> str:
         "| | families | |",
         "|---|---:|---|",
         f"| exact | {len(exact)} | greatest relative error of any gradient {worst:.0e} |",
+        f"| exact where the config has attention layers only, refused with their other layers | {len(attention_only)} | "
+        f"{', '.join(attention_only)} |",
     ]
     for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         kind = reason if reason in ("wrong", "not built") else f"refused: {reason}"
         lines.append(f"| {kind} | {len(names)} | {', '.join(names)} |")
     lines += ["", f"(`eval/conformance.py`; {where_measured(result)}.)"]
+    return "\n".join(lines)
+
+
+def selfcheck() -> str:
+    """What the self-check costs beside a step."""
+    result = load("selfcheck.json")
+    lines = [
+        "| | the self-check, once a run | one step | memory of the check, of the step's |",
+        "|---|---:|---:|---:|",
+    ]
+    for case in result["cases"]:
+        lines.append(
+            f"| {case['model']}, {case['rows']} x {case['tokens']} tokens | {case['check_seconds_median']:.1f} s | "
+            f"{case['step_seconds_median']:.1f} s | {case['check_live_peak_bytes'] / 2**20:.0f} MiB "
+            f"({case['check_live_peak_bytes'] / case['step_live_peak_bytes']:.0%}) |"
+        )
+    conditions = result["conditions"]
+    lines += [
+        "",
+        f"(`eval/selfcheck_cost.py`: {conditions['dtype']}, {conditions['optimizer']}, median of {conditions['repetitions']}; memory above "
+        f"weights and optimizer state; {result['hardware']['threads']} thread, {where_measured(result)}.)",
+    ]
     return "\n".join(lines)
 
 
@@ -326,6 +354,7 @@ TABLES = {
     "features": features,
     "fidelity": fidelity,
     "headline": headline,
+    "selfcheck": selfcheck,
     "settings": settings,
     "quickstart": quickstart,
 }

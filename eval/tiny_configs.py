@@ -1,7 +1,7 @@
 """A tiny random model of any family of transformers' causal-LM mapping, by shrinking the defaults of its config class."""
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from tokenseek_trainer.testing import VOCAB_SIZE
 
@@ -83,7 +83,13 @@ OVERRIDES: dict[str, dict] = {
     "dots3_note_text": DOTS3_NOTE,
     "gemma3n_text": GEMMA3N,
     "gemma3n": {"text_config": GEMMA3N},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": N_LAYERS,
+        }
+    },
     "gemma4_text": GEMMA4,
     "gemma4": {**NO_VISION, "text_config": GEMMA4},
     "gemma4_unified_text": GEMMA4,
@@ -103,6 +109,29 @@ OVERRIDES: dict[str, dict] = {
     "zamba": {"layers_block_type": HYBRID},
     "zamba2": {"layers_block_type": HYBRID},
 }
+# Families whose causal language model is made from a part of their config.
+PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+
+# Hybrid families, with settings that leave attention layers only; released models of some have them (Granite 4.0 350M, 1B, Micro).
+FULL_ATTENTION = {"layer_types": ["full_attention"] * N_LAYERS}
+ATTENTION_ONLY: dict[str, dict] = {
+    "bailing_hybrid": FULL_ATTENTION,
+    "bamba": {"attn_layer_indices": list(range(N_LAYERS))},
+    "granitemoehybrid": {"layer_types": ["attention"] * N_LAYERS},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "kimi_linear": FULL_ATTENTION,
+    "lara_mini": FULL_ATTENTION,
+    "lfm2_moe": FULL_ATTENTION,
+    "lfm3": FULL_ATTENTION,
+    "minimax": FULL_ATTENTION,
+    "nemotron_h": {"layer_types": ["full_attention", "mlp", "full_attention", "moe"]},
+    "qwen3_5": {"text_config": FULL_ATTENTION},
+    "qwen3_5_moe": {"text_config": FULL_ATTENTION},
+    "qwen3_5_moe_text": FULL_ATTENTION,
+    "qwen3_5_text": FULL_ATTENTION,
+    "qwen3_next": FULL_ATTENTION,
+    "recurrent_gemma": {"block_types": ["attention"]},
+}
 
 
 class NotBuilt(Exception):
@@ -120,8 +149,11 @@ def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0, **settings
     """
     try:
         config = tiny_config(family, **settings)
+        make = AutoModelForCausalLM.from_config
+        if family in PART:
+            make, config = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config, getattr(config, PART[family])
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            size = sum(p.numel() for p in make(config).parameters())
     except Exception as error:
         raise NotBuilt(f"{type(error).__name__}: {_first_line(error)}") from error
     if size > MAX_PARAMETERS:
@@ -129,7 +161,7 @@ def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0, **settings
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # grouped matrix products of experts have no float64 kernel
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype)
+        model = make(config, experts_implementation="eager").to(dtype)
         with (
             torch.no_grad()
         ):  # nothing may be zero (a dead branch tests nothing) or so small that attention is uniform
@@ -142,7 +174,8 @@ def tiny_family_model(family: str, dtype: torch.dtype, seed: int = 0, **settings
 
 def tiny_config(family: str, **settings) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
-    small = _merged(shrunk(_default(config_class)), OVERRIDES.get(family, {}))
+    overrides = OVERRIDES.get(family, {})
+    small = _merged(shrunk(_default(config_class, overrides)), overrides)
     return config_class(**_merged(small, settings))
 
 
@@ -176,12 +209,12 @@ def cut_layer_types(layer_types: list[str]) -> list[str]:
     return [kinds[(i - N_LAYERS) % len(kinds)] for i in range(N_LAYERS)]
 
 
-def _default(config_class) -> PreTrainedConfig:
-    """The default config with its nested ones, which some classes leave out."""
+def _default(config_class, overrides: dict) -> PreTrainedConfig:
+    """The default config with its nested ones, which some classes leave out, and whose defaults some do not allow."""
     config = config_class()
     for name, nested in getattr(config_class, "sub_configs", {}).items():
         if getattr(config, name, None) is None and isinstance(nested, type) and hasattr(nested, "model_type"):
-            with_nested = config_class(**{name: nested()})
+            with_nested = config_class(**{name: nested(**(overrides.get(name) or {}))})
             setattr(config, name, getattr(with_nested, name))
     return config
 

@@ -139,3 +139,14 @@ def test_fidelity_collects_finished_cells_only(monkeypatch, tmp_path):
     (tmp_path / study.cells()[0].name / CELL_NAME).write_text(json.dumps(cell))
     (found,) = fidelity["read_cells"](tmp_path, study.cells())
     assert fidelity["compact"](found)["curve"] == [[0, 2.0], [9, 1.0]]
+
+
+def test_the_cost_of_the_self_check_is_measured_beside_a_step(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EVAL))
+    output = tmp_path / "selfcheck.json"
+    run_main("selfcheck_cost", monkeypatch, "--output", output, "--repetitions", 1, "--tokens", 16, "--blocks", 1)
+    (case,) = json.loads(output.read_text())["cases"]
+    assert case["tokens"] == 16
+    assert 0 <= case["greatest_difference"] < 1e-4
+    assert len(case["check_seconds"]) == len(case["step_seconds"]) == 1
+    assert 0 < case["check_live_peak_bytes"] < case["step_live_peak_bytes"]

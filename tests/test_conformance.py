@@ -20,6 +20,7 @@ from tokenseek_trainer.testing import ragged_batch, tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "eval"))
 
+import conformance  # noqa: E402, F401
 from conformance import (  # noqa: E402
     BATCHES,
     FAMILIES,
@@ -33,8 +34,8 @@ from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
 
 
 SAMPLE = (
-    "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
-    "gpt_oss", "granite", "llama4_text", "mllama", "modernbert-decoder", "mpt", "olmo2", "phi3", "qwen2",
+    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
+    "gpt_neo", "gpt_oss", "granite", "llama4_text", "mllama", "modernbert-decoder", "mpt", "olmo2", "openai-gpt", "phi3", "qwen2",
     "qwen3_moe", "roberta", "smollm3",
 )  # fmt: skip
 
@@ -82,13 +83,15 @@ def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
         ("qwen3_next", "linear_attention (linear attention or a state space), which mix tokens outside attention"),
         ("lfm2_moe", "conv (a convolution over tokens)"),
         ("deepseek_v32", "indexed_attention (sparse attention, whose indexer reads all tokens)"),
-        ("gpt_neo", "masks its attention with a table of its own ('bias')"),
-        ("openai-gpt", "does not call transformers' attention interface"),
+        ("reformer", "does not run on a part of its tokens"),
         ("doge", "another mask than that of transformers' mask interface"),
         ("dory", "runs one block twice"),
         ("hrm_text", "blocks that run in loops"),
-        ("roformer", "takes no position_ids"),
-        ("bart", "computes its loss itself, so it is not known which label a position predicts"),
+        ("xlnet", "takes no position_ids"),
+        (
+            "prophetnet",
+            "computes its loss itself, and not as the cross-entropy of every position's logits with its label",
+        ),
     ],
 )
 def test_a_refusal_names_the_reason(family, sentence):

@@ -41,7 +41,13 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
             loss = session.ditch(inputs, instances, selection)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, AssertionError, IndexError) as error:  # somewhere it counts on seeing all tokens
+        except (
+            RuntimeError,
+            AssertionError,
+            IndexError,
+            TypeError,
+            AttributeError,
+        ) as error:  # somewhere it counts on seeing all tokens
             raise SelfCheckError(
                 f"The {session.structure.model_type!r} model does not run on a part of its tokens "
                 f"({type(error).__name__}: {error}). {ADVICE}"

@@ -30,8 +30,10 @@ from .attention import (
 from .classification import classify, positions_read, put_back
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
+from .handwritten import AttentionProducts, mask_tables, table_replaced
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
+from .packing import mixes_documents
 from .patching import (
     attention_replaced,
     depends_on_length,
@@ -40,6 +42,7 @@ from .patching import (
     masks_replaced,
     neftune_scaled,
 )
+from .positions import OwnPositions
 from .quantized import undo_cpu_packing
 from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
 from .selection import TokenSelection
@@ -94,7 +97,7 @@ class TokenSeekSession:
         with contextlib.ExitStack() as stack:
             if self.structure.attention_by_hand:
                 self.implementation = stack.enter_context(masks_replaced(lm, decoder, self._mask))
-                self._give_caches(stack)
+                self._watch_handwritten(stack)
             else:
                 self.implementation = stack.enter_context(
                     attention_replaced(lm, decoder, self._name, self._attention, self._mask)
@@ -106,6 +109,9 @@ class TokenSeekSession:
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
+            for module in self.structure.position_modules:
+                run = functools.partial(self._run_positions, OwnPositions(module.forward))
+                stack.enter_context(forward_replaced(module, run))
             self._open = stack.pop_all()
         return self
 
@@ -225,6 +231,10 @@ class TokenSeekSession:
         both = [carried.values for record in self.records.values() for carried in (record.at_key, record.at_value)]
         return [values for values in both if values is not None]
 
+    def mixes_documents(self) -> bool:
+        """Whether the masks of the last seek let packed documents of a row attend to each other."""
+        return mixes_documents(self._rules, self._instances)
+
     # ---- what the model calls ----
 
     def _run_model(self, *args, **kwargs):
@@ -297,23 +307,68 @@ class TokenSeekSession:
         cos_and_sin = forward(x, torch.cat([position_ids, longest], dim=1), *args, **kwargs)
         return tuple(values[:, :-1] for values in cos_and_sin)
 
-    def _give_caches(self, stack: contextlib.ExitStack) -> None:
-        """Give every attention that is written out in the model file a cache, in which its keys and values show."""
+    def _run_positions(self, positions: OwnPositions, *args, **kwargs):
+        """Stands for a module that numbers the tokens it is given."""
+        if self._mode == "ditch":
+            return positions.of_selected(self._selection)
+        return positions.of_all(*args, **kwargs)
+
+    def _watch_handwritten(self, stack: contextlib.ExitStack) -> None:
+        """Give every attention that is written out in the model file a cache, in which its keys and values show.
+
+        They and its probabilities show in its products too. A mask table of its own gives the rows of the selected tokens.
+        """
         for module, argument in self.structure.attention_by_hand.items():
-            cache = LayerCache(functools.partial(self._keys_and_values, module))
-            hook = functools.partial(_with_argument, argument, cache)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if argument is not None:
+                cache = LayerCache(functools.partial(self._keys_and_values, module))
+                hook = functools.partial(_with_argument, argument, cache)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            run = functools.partial(self._run_handwritten, module, module.forward, argument is None)
+            stack.enter_context(forward_replaced(module, run))
+            for name in mask_tables(module):
+                stack.enter_context(table_replaced(module, name, self._selected_now))
+
+    def _selected_now(self):
+        return (self._selection.indices, self._n_tokens) if self._mode == "ditch" else None
+
+    def _run_handwritten(self, module, forward, has_no_cache, *args, **kwargs):
+        """Stands for the forward of an attention that is written out."""
+        scored = (
+            self._mode == "seek" and self._score_context and self.structure.block_index(module) in self.context_blocks
+        )
+        if self._mode == "ditch" and has_no_cache:
+            record = self._take_record(module)
+            put = (
+                functools.partial(self._positions.splice, store=store, carried=carried)
+                for store, carried in ((record.key, record.at_key), (record.value, record.at_value))
+            )
+            with AttentionProducts(*self._selection.indices.shape, *put):
+                return forward(*args, **kwargs)
+        if not (scored or (self._mode == "seek" and has_no_cache)):
+            return forward(*args, **kwargs)
+        with AttentionProducts(*self._instances.ids.shape) as seen:
+            output = forward(*args, **kwargs)
+        if has_no_cache and seen.value is not None:
+            self._record(module, seen.key, seen.value)
+        if scored:
+            self._score_handwritten(seen.weights)
+        return output
+
+    @torch.no_grad()
+    def _score_handwritten(self, weights: list) -> None:
+        if len(weights) != 1:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model does not call transformers' attention interface, and forms {len(weights)} "
+                "softmaxes of all tokens in one attention, so it cannot be scored. Use scorer='gradient'."
+            )
+        n_heads = weights[0](torch.zeros_like(self._instances.ids[:, :1])).shape[1]
+        self._context_parts.append(attention_received(weights[0], self._instances.ids >= 0, n_heads))
 
     def _keys_and_values(self, module, key, value):
         """Record (B, G, n, D) keys and values, or write those of the selected tokens into the recorded ones."""
         if self._mode == "ditch":
             return self._splice(module, key, value)
         if self._mode == "seek":
-            if self._score_context and self.structure.block_index(module) in self.context_blocks:
-                raise UnsupportedModelError(
-                    f"The {self.structure.model_type!r} model does not call transformers' attention interface, so its attention "
-                    "cannot be scored. Use scorer='gradient'."
-                )
             self._record(module, key, value)
         return key, value
 
@@ -407,14 +462,17 @@ class TokenSeekSession:
         self.records[self._call_of(module)] = LayerRecord.of(key, value, self.config.kv_store)
 
     def _splice(self, module, key, value):
+        record, positions = self._take_record(module), self._positions
+        return positions.splice(key, record.key, record.at_key), positions.splice(value, record.value, record.at_value)
+
+    def _take_record(self, module) -> LayerRecord:
         call = self._call_of(module)
         record = self.records[call]
         record.uses += 1
         if record.uses == self._uses and self._is_last_part:
             # From here only autograd holds it, and frees it when the backward has passed the block.
             del self.records[call]
-        positions = self._positions
-        return positions.splice(key, record.key, record.at_key), positions.splice(value, record.value, record.at_value)
+        return record
 
     def _enter_block(self, block, args) -> None:
         if self._mode != "seek":
@@ -513,6 +571,8 @@ class TokenSeekSession:
         self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
+        if inputs.get("encoder_hidden_states") is not None:
+            raise InputError("encoder_hidden_states are not supported: a decoder is trained on its own tokens only.")
         kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
         if self.structure.loss_per_row and inputs.get("labels") is not None:
             kept["labels"] = inputs["labels"]
@@ -547,12 +607,12 @@ class TokenSeekSession:
     def _check_all_recorded(self) -> None:
         """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
         owners = {self.structure.block_index(module) for module, _ in self.records}
-        missing = sorted(self._entered - owners)
+        missing = sorted(self._entered - owners - self.structure.tokenwise_blocks)
         if missing or not self.records:
             raise UnsupportedModelError(
                 f"Block {min(missing, default=0)} of the {self.structure.model_type!r} model does not call transformers' attention "
-                "interface, so its keys and values cannot be recorded. It mixes tokens in another way, or builds its "
-                "attention by hand without a cache that they pass through."
+                "interface, and its keys and values show nowhere else, so they cannot be recorded. It mixes tokens in "
+                "another way, or writes its attention out in a way that is not known here."
             )
 
 

@@ -4,7 +4,6 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 
-import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +16,8 @@ from transformers.loss.loss_utils import (
 
 from .config import TokenSeekConfig
 from .errors import UnsupportedModelError
+from .objective import shifts_labels, uses_loss_function
+from .positions import position_modules
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
@@ -49,8 +50,10 @@ class ModelStructure:
         loss_counts_items: whether the model's loss divides by the Trainer's num_items_in_batch. Else, as classifiers and most
             masked LMs of transformers do, it is the mean of the micro-batch.
         attention_by_hand: attention modules that do not go through transformers' attention interface, each with the name
-            of the argument by which it takes a cache.
+            of the argument by which it takes a cache, None if it takes none.
         first_position: what the model's own numbering gives to the first token.
+        position_modules: those that number the tokens of a model that takes no position_ids.
+        tokenwise_blocks: indices of blocks that have no attention by the config's layer types (Nemotron-H).
     """
 
     outer: nn.Module
@@ -61,8 +64,10 @@ class ModelStructure:
     vocab_size: int
     loss_per_row: bool = False
     loss_counts_items: bool = True
-    attention_by_hand: dict[nn.Module, str] = field(default_factory=dict, hash=False)
+    attention_by_hand: dict[nn.Module, str | None] = field(default_factory=dict, hash=False)
     first_position: int = 0
+    position_modules: tuple[nn.Module, ...] = ()
+    tokenwise_blocks: frozenset[int] = frozenset()
 
     @property
     def model_type(self) -> str:
@@ -124,7 +129,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     decoder = _find_decoder(lm)
     blocks = _blocks_of(lm, decoder)
     takes_positions = _accepts(lm, "position_ids") or _accepts(decoder, "position_ids")
-    if not (takes_positions or any("alibi" in name for name in dir(decoder))):
+    numbering = () if takes_positions else position_modules(decoder, blocks)
+    if not (takes_positions or numbering or any("alibi" in name for name in dir(decoder))):
         raise UnsupportedModelError(
             f"{_name(lm)} takes no position_ids, so selected tokens cannot be told where they stand."
         )
@@ -133,27 +139,24 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         lm=lm,
         decoder=decoder,
         blocks=blocks,
-        shift=lm.loss_function is ForCausalLMLoss,
+        shift=shifts_labels(lm),
         vocab_size=lm.config.num_labels
         if lm.loss_function is ForTokenClassification
         else lm.config.get_text_config().vocab_size,
         loss_per_row=lm.loss_function is ForSequenceClassificationLoss,
-        loss_counts_items=lm.loss_function in (ForCausalLMLoss, ForMaskedLMLoss) and _uses_loss_function(lm),
+        loss_counts_items=lm.loss_function in (ForCausalLMLoss, ForMaskedLMLoss) and uses_loss_function(lm),
         attention_by_hand=_attention_by_hand(blocks),
         first_position=_first_position(decoder) if takes_positions else 0,
+        position_modules=numbering,
+        tokenwise_blocks=_tokenwise_blocks(lm, blocks),
     )
 
 
-def _refuse_own_mask(module: nn.Module) -> None:
-    """Attention by hand that masks with a table of its own (GPT-Neo) reads it off the numbers of queries and keys."""
-    tables = [
-        name for name, buffer in module.named_buffers(recurse=False) if buffer.ndim == 4 and buffer.dtype == torch.bool
-    ]
-    if tables:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} masks its attention with a table of its own ({tables[0]!r}), which counts on all tokens "
-            "being there."
-        )
+def _tokenwise_blocks(lm: PreTrainedModel, blocks: tuple[nn.Module, ...]) -> frozenset[int]:
+    layer_types = getattr(lm.config.get_text_config(), "layer_types", None) or ()
+    if len(layer_types) != len(blocks):
+        return frozenset()
+    return frozenset(i for i, kind in enumerate(layer_types) if kind in TOKENWISE_LAYER_TYPES)
 
 
 def _name(lm: PreTrainedModel) -> str:
@@ -172,18 +175,20 @@ def _first_position(decoder: nn.Module) -> int:
     return 0
 
 
-def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
-    """The innermost modules that take a cache, if their model file does not know transformers' attention interface."""
+def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str | None]:
+    """The innermost modules that take a cache, if their model file does not know transformers' attention interface.
+
+    Where none takes a cache, those that are attention by the name of their class. The self-check proves that they are.
+    """
     takes = {}
     for module in (m for block in blocks for m in block.modules()):
         names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
         if names:
             takes[module] = names[0]
+    if not takes:
+        takes = {m: None for block in blocks for m in block.modules() if "attention" in type(m).__name__.lower()}
     innermost = {m: name for m, name in takes.items() if not any(child in takes for child in list(m.modules())[1:])}
-    found = {module: name for module, name in innermost.items() if not _knows_interface(module)}
-    for module in found:
-        _refuse_own_mask(module)
-    return found
+    return {module: name for module, name in innermost.items() if not _knows_interface(module)}
 
 
 def _knows_interface(module: nn.Module) -> bool:
@@ -216,27 +221,6 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
             "AutoModelForMaskedLM; else it is built in another way (blocks that run in loops, several stacks), which is "
             "not supported."
         )
-    if lm.loss_function not in (
-        ForCausalLMLoss,
-        ForMaskedLMLoss,
-        ForSequenceClassificationLoss,
-        ForTokenClassification,
-    ):
-        raise UnsupportedModelError(
-            f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
-            "masked language modelling, sequence classification and token classification."
-        )
-    if lm.loss_function is ForCausalLMLoss and not _uses_loss_function(lm):
-        raise UnsupportedModelError(
-            f"{name} computes its loss itself, so it is not known which label a position predicts (the decoders of Bart and "
-            "its kin expect labels that are shifted already)."
-        )
-
-
-def _uses_loss_function(lm: PreTrainedModel) -> bool:
-    """Whether a forward of the model's class or of its bases, to which it may pass on, names transformers' loss function."""
-    forwards = (inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__)
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _refuse_adapters(config) -> None:
@@ -307,13 +291,19 @@ def uses_checkpointing(model: nn.Module) -> bool:
 
 
 def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[int]:
-    """Indices of the blocks whose attention makes the context score; an index that the model has not is refused."""
+    """Indices of the blocks whose attention makes the context score; one that the model has not is refused."""
     n = len(structure.blocks)
+    attending = [i for i in range(n) if i not in structure.tokenwise_blocks]
     if config.context_layers == "last":
-        return {n - 1}
+        return {attending[-1]}
     if config.context_layers == "all":
-        return set(range(n))
+        return set(attending)
     bad = [i for i in config.context_layers if not -n <= i < n]
     if bad:
         raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
+    without = [i for i in config.context_layers if i % n in structure.tokenwise_blocks]
+    if without:
+        raise UnsupportedModelError(
+            f"context_layers names block {without[0]}, which has no attention. Blocks with attention: {attending}."
+        )
     return {i % n for i in config.context_layers}

@@ -5,6 +5,7 @@ is detached. It shares no code with the product and has none of its memory savin
 """
 
 import contextlib
+import inspect
 
 import torch
 from torch import nn
@@ -150,12 +151,18 @@ def oracle_loss(model: nn.Module, batch: dict, keep: torch.Tensor, weights: torc
     """(1/N) * sum over kept positions of weight * cross-entropy, from the full logits. keep, weights: (B, n)."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     with ditched_tokens_detached(model, keep):
-        logits = model(**inputs, use_cache=False).logits if shift else model(**inputs).logits
+        logits = model(**inputs, **without_cache(model)).logits
     labels = batch["labels"]
     if shift:
         labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
     losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
     return (losses.view_as(labels) * weights * keep).sum() / n_items
+
+
+def without_cache(model: nn.Module) -> dict:
+    """The argument that switches a decoder's cache off; encoders have none."""
+    takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+    return {"use_cache": False} if takes_cache else {}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import Instances
 from .losses import TokenStatistics
+from .objective import refuse_copying
+from .packing import warn_of_mixed_documents
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
 from .selection import TokenSelection, select, select_given
@@ -56,7 +58,7 @@ class TokenSeekMixin:
                 "Write tokenseek=TokenSeekConfig(ratio=0.1), or TokenSeekConfig.from_dict(...) for a mapping."
             )
         self._session: TokenSeekSession | None = None
-        self._checked = False
+        self._checked = self._packing_checked = False
         self._part, self._instances, self._parts = 0, None, None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
@@ -67,6 +69,7 @@ class TokenSeekMixin:
         super().__init__(*args, **kwargs)
         self.add_callback(StepClock(lambda seconds: self._training_log.add_time(seconds)))
         self._structure = inspect_model(self.model)
+        self._loss_shifts_labels = self._structure.shift  # by which the Trainer counts num_items_in_batch
         context_blocks(self.tokenseek, self._structure)  # refuses blocks that the model has not
         self._refuse_combinations()
 
@@ -131,7 +134,7 @@ class TokenSeekMixin:
             return
         if not self._structure.shift:
             raise UnsupportedModelError(
-                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens attend to later ones, or "
+                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens may attend to later ones, or "
                 "a label belongs to a row. Set parts=1."
             )
         if "layerwise" in optim or "lomo" in optim:
@@ -223,6 +226,8 @@ class TokenSeekMixin:
         """Run the seek pass and select."""
         session, config = self._session, self.tokenseek
         instances = session.instances(inputs)
+        if not (self._structure.shift or self._structure.loss_per_row) and self.state.global_step == 0:
+            refuse_copying(inputs, instances, self._structure.lm)
         if config.self_check and not self._checked:
             self._checked = self_check(session, inputs, instances) is not None
         given = inputs.get("token_indices")
@@ -240,6 +245,10 @@ class TokenSeekMixin:
             label_smoothing=self.args.label_smoothing_factor,
         )
         instances = found.instances
+        if not self._packing_checked and instances.count > len(instances.ids):
+            self._packing_checked = True
+            if session.mixes_documents():
+                warn_of_mixed_documents(self._structure.model_type)
         if given is not None:
             selection = select_given(given, instances, config)
             self._check_given(selection, instances)
