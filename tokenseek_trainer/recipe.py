@@ -228,6 +228,14 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     )
 
 
+def tokenseek_settings(overrides: list[str]) -> TokenSeekConfig:
+    """The rule that command-line settings alone describe, where there is no recipe: `--ratio 0.2 --selection topk`."""
+    settings = {
+        name.removeprefix("tokenseek."): _parse(text, as_text=False) for name, text in parse_overrides(overrides)
+    }
+    return TokenSeekConfig.from_dict(settings)
+
+
 def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:
     """Split `--key value` and `--key=value` pairs; a key without a value is "true"."""
     pairs, position = [], 0

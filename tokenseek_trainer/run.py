@@ -68,7 +68,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     """
     checkpoint = _last_checkpoint(recipe.training["output_dir"]) if resume else None
     adapter = adapter_config(recipe)
-    build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
+    build = build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer = build(recipe, adapter)
     _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
@@ -122,7 +122,12 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     )
 
 
-def _build_sft_trainer(recipe: Recipe, adapter):
+def build_sft_trainer(recipe: Recipe, adapter, given: dict[str, list[dict]] | None = None):
+    """TRL's trainer for a recipe.
+
+    Args:
+        given: raw rows to take in the place of the recipe's data, by "train" and "eval". None: the recipe's.
+    """
     try:
         from datasets import Dataset
         from trl import SFTConfig
@@ -136,9 +141,12 @@ def _build_sft_trainer(recipe: Recipe, adapter):
 
     def rows(which):
         source = recipe.resolve(getattr(data, which))
-        if source is None:
+        if given is None and source is not None:
+            loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
+        else:
+            loaded = (given or {}).get(which)
+        if loaded is None:
             return None
-        loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
         return Dataset.from_list(
             [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
         )
