@@ -14,6 +14,8 @@ from .collator import TokenSeekCollator
 from .data import encode_rows, load_rows, sft_row
 from .errors import ConfigError
 from .evaluation import EvaluationCallback
+from .inspect_callback import InspectCallback
+from .inspect_inputs import parse_rows
 from .memory import MIB, peak_process_bytes
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
@@ -71,6 +73,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     build = build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer = build(recipe, adapter)
     _add_benchmarks(trainer, recipe)
+    _add_inspection(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate()["eval_loss"] if evaluates else None
     start = time.perf_counter()
@@ -96,6 +99,15 @@ def _add_benchmarks(trainer, recipe: Recipe) -> None:
                 apply_chat_template=settings.chat_template,
                 identity=trainer.args.output_dir,
             )
+        )
+
+
+def _add_inspection(trainer, recipe: Recipe) -> None:
+    settings = recipe.inspection
+    if settings.rows:
+        rows = parse_rows(settings.rows)
+        trainer.add_callback(
+            InspectCallback(trainer, trainer.train_dataset, rows=rows, every=settings.every, folder=settings.folder)
         )
 
 
