@@ -36,6 +36,7 @@ def choose_from(instances, config):
 BATCHES = {
     "right": ragged_batch((4, 9, 6, 12), n_prompt=3),
     "left": ragged_batch((4, 25, 6), left=True, pad_to=30, n_prompt=2),
+    "text": ragged_batch((4, 11)),
     "packed": packed_batch((5, 8, 3)),
 }
 
@@ -102,10 +103,10 @@ def test_agreement_follows_an_instance_wherever_it_stands():
         instances = find_instances(batch, batch["labels"], shift=True)
         log.add(instances, of_positions(instances, *kept), None, instances.supervised, True)
 
-    visit(ragged_batch((5, 8)), [0, 2], [1, 3, 4])
+    visit(ragged_batch((5, 8)), [1, 2], [1, 3, 4])
     assert "kept/agreement" not in log.flush(process)
     visit(ragged_batch((8, 5), left=True, pad_to=10), [2 + 1, 2 + 5, 2 + 6, 2 + 7], [5 + 0, 5 + 2])
-    assert log.flush(process)["kept/agreement"] == (1 / 4 + 1) / 2
+    assert log.flush(process)["kept/agreement"] == (1 / 4 + 1 / 2) / 2
     visit(packed_batch((5, 8)), [0, 1, 5 + 5, 5 + 6])  # against the second visit, not the first
     assert log.flush(process)["kept/agreement"] == (1 / 2 + 1) / 2
     visit(ragged_batch((12,)), [3])  # a new one
@@ -180,14 +181,3 @@ def test_scores_and_indices_of_the_data_are_logged_as_far_as_they_can(tmp_path):
     data = [{**row, "token_scores": [1.0] * len(row["input_ids"])} for row in examples()]
     assert kept_logs(trained(tmp_path, TokenSeekConfig(ratio=0.5), data=data)[0], "kept/score_entropy") == [1.0]
     assert kept_logs(trained(tmp_path, PAPER(ratio=0.5), data=data)[0], "kept/score_entropy") == [None]
-
-
-def test_accumulation_logs_the_same(tmp_path):
-    whole, _ = trained(tmp_path, TokenSeekConfig(ratio=0.5), per_device_train_batch_size=4)
-    split, _ = trained(
-        tmp_path, TokenSeekConfig(ratio=0.5), per_device_train_batch_size=1, gradient_accumulation_steps=4
-    )
-    names = [key for key in whole.state.log_history[0] if key.startswith("kept/")]
-    assert len(names) == 14
-    for name in names:
-        assert split.state.log_history[0][name] == pytest.approx(whole.state.log_history[0][name], abs=1e-4), name
