@@ -77,6 +77,10 @@ def test_two_processes_train_like_one_with_twice_the_batch(results, ratio, batch
     assert relative_error(two[0], one[0]) < (1e-9 if ratio < 1 else 1e-6)
     for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept"):
         assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
+    places = [key for key in one[1][0] if key.startswith("kept/")]
+    assert bool(places) == (ratio < 1)
+    for key in places:
+        assert two[1][0][key] == pytest.approx(one[1][0][key], abs=1e-4), key
 
 
 @pytest.mark.parametrize("ratio", RATIOS[:2])

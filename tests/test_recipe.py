@@ -37,6 +37,15 @@ def test_no_is_a_word_and_false_is_a_boolean(recipe_file):
     assert load_recipe(recipe_file).training == {"save_strategy": "no", "bf16": True, "output_dir": "runs/my"}
 
 
+def test_a_range_is_text_and_integers_are_integers(recipe_file):
+    """YAML 1.1 would read 10:20 as 10 * 60 + 20."""
+    recipe_file.write_text(recipe_file.read_text() + "inspection: {rows: 10:20, every: 50}\n")
+    recipe = load_recipe(recipe_file, ["--training.seed", "0", "--max_steps", "1_000", "--warmup_steps", "0x10"])
+    assert (recipe.inspection.rows, recipe.inspection.every) == ("10:20", 50)
+    assert [recipe.training[name] for name in ("seed", "max_steps", "warmup_steps")] == [0, 1000, 16]
+    assert load_recipe(recipe_file, ["--inspection.rows", "0:8"]).inspection.rows == "0:8"
+
+
 def test_the_command_line_wins(recipe_file):
     recipe = load_recipe(
         recipe_file, ["--ratio", "0.5", "--data.max_length=128", "--training.seed", "3", "--bf16", "false"]

@@ -103,6 +103,24 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--gpu-memory", help="e.g. 24GiB: also say what fits")
     estimate.set_defaults(run=_estimate)
 
+    inspect = commands.add_parser(
+        "inspect",
+        help="see which tokens a model would learn from",
+        allow_abbrev=False,
+        description="Score a few rows and show which of their tokens are kept: on the terminal, or with -o as a page. Settings of "
+        "the rule can be given as --key value.",
+    )
+    inspect.add_argument("model", help="a folder or hub name; or a recipe (.yaml), for its model, rows and rule")
+    inspect.add_argument("--text", action="append", default=[], help="a text to look at; can be repeated")
+    inspect.add_argument("--data", help="a .jsonl or .json file, or a hub name (default: the recipe's training data)")
+    inspect.add_argument("--rows", help="which rows of the data, START:STOP (default: 0:8)")
+    inspect.add_argument("--recipe", help="take templates and rule from this recipe")
+    inspect.add_argument(
+        "--dtype", help="auto (as saved), float32, bfloat16 or float16 (default: the recipe's, or auto)"
+    )
+    inspect.add_argument("-o", "--output", help="the .html page to write; default: print to the terminal")
+    inspect.set_defaults(run=_inspect)
+
     sweep = commands.add_parser(
         "sweep",
         help="run a grid of settings of a recipe",
@@ -222,6 +240,28 @@ def _estimate(options, rest) -> None:
         "per device\n"
     )
     print(format_estimates(plan, memory))
+
+
+def _inspect(options, rest) -> None:
+    from .inspect_inputs import Request, run_request
+
+    report = run_request(
+        Request(
+            options.model,
+            options.text,
+            options.data,
+            options.rows,
+            options.recipe,
+            options.output,
+            options.dtype,
+            rest,
+        )
+    )
+    if options.output is None:
+        print(report.to_terminal(), end="")
+    else:
+        report.save(options.output)
+        print(f"wrote {len(report.rows)} rows to {options.output}")
 
 
 def _sweep(options, rest) -> int:

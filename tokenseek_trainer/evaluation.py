@@ -92,7 +92,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with tempfile.TemporaryDirectory() as folder, _same_random_numbers_after(), cpu_packing_off(model):
+        with tempfile.TemporaryDirectory() as folder, same_random_numbers_after(), cpu_packing_off(model):
             names = write_tasks(tasks, Path(folder), data)
             result = lm_eval.simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
@@ -129,7 +129,7 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _same_random_numbers_after():
+def same_random_numbers_after():
     """The harness seeds the global generators; a training run around it goes on with its own numbers."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(enabled=True):
@@ -284,23 +284,36 @@ def load_checkpoint(folder: str, dtype: str = "auto"):
 
     The tokenizer is the folder's own if it has one; embeddings are resized if it is larger than the model's vocabulary.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    path = Path(folder)
-    adapter = path / "adapter_config.json"
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    source = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else folder
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    own_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(folder if own_tokenizer else source)
+    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if weights != "auto" and not isinstance(weights, torch.dtype):
+        raise ConfigError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}.")
+    source = _base_of(folder)
+    tokenizer = checkpoint_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=weights)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    if adapter.is_file():
+    if source != folder:
         import peft
 
         model = peft.PeftModel.from_pretrained(model, folder)
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def checkpoint_tokenizer(folder: str):
+    """The tokenizer of a checkpoint: its own, or that of an adapter's base."""
+    from transformers import AutoTokenizer
+
+    own = any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return AutoTokenizer.from_pretrained(folder if own else _base_of(folder))
+
+
+def _base_of(folder: str) -> str:
+    """The model that an adapter folder belongs to; of any other checkpoint itself."""
+    adapter = Path(folder) / "adapter_config.json"
+    return json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else folder
 
 
 def save_result(result: dict, path: str | Path) -> None:

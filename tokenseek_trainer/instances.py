@@ -57,6 +57,28 @@ class Instances:
             per_row=True,
         )
 
+    @property
+    def place(self) -> torch.Tensor:
+        """(B, n) int64: the index of each position within its instance, counted from 0; meaningless at padding."""
+        counted = (self.ids >= 0).long().cumsum(-1)
+        slot = (self.ids + 1).flatten()  # padding has a slot of its own, so that nothing waits for the device
+        first = torch.zeros(self.count + 1, dtype=torch.long, device=self.ids.device)
+        first = first.scatter_reduce(0, slot, counted.flatten(), "amin", include_self=False)
+        return counted - first[slot].view_as(counted)
+
+    def learned(self, shift: bool) -> torch.Tensor:
+        """(B, n) bool: tokens that a position learns to predict, as opposed to a prompt.
+
+        The first token of an instance, which nothing can predict, goes with the second.
+
+        Args:
+            shift: True if position j predicts token j + 1, False if it predicts its own token.
+        """
+        if not shift:
+            return self.supervised
+        before = torch.nn.functional.pad(self.supervised, (1, 0))[:, :-1]
+        return torch.where(self.place == 0, self.supervised, before) & (self.ids >= 0)
+
     def last_supervised(self) -> torch.Tensor:
         """(M,) int64: row index of each instance's last supervised position, -1 if it has none."""
         index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)

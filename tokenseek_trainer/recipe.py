@@ -16,16 +16,25 @@ from .errors import ConfigError, closest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as in version 1.2: 1e-5 is a number, and no, yes, on, off are words ("save_strategy: no")."""
+    """YAML as in version 1.2: 1e-5 is a number, and no, yes, on, off ("save_strategy: no") and 10:20 ("rows: 10:20") are text."""
 
     yaml_implicit_resolvers: typing.ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
@@ -120,6 +129,21 @@ class EvaluationSettings:
     metrics: dict | None = None
 
 
+@dataclass(frozen=True)
+class InspectionSettings:
+    """Pages that show which tokens of some training rows are kept. An empty section: none.
+
+    Args:
+        rows: START:STOP of the training rows.
+        every: optimizer steps between pages. None: at the start and the end of training only.
+        folder: where the pages go. None: `inspect` in output_dir.
+    """
+
+    rows: str = ""
+    every: int | None = None
+    folder: str | None = None
+
+
 TRAINERS = ("trainer", "sft")
 # Settings of optional packages have no class here: their own classes check them when the run is built.
 SECTIONS = {
@@ -130,6 +154,7 @@ SECTIONS = {
     "peft": None,
     "quantization": None,
     "evaluation": EvaluationSettings,
+    "inspection": InspectionSettings,
 }
 
 
@@ -142,6 +167,7 @@ class Recipe:
         peft: `method` ("lora", "dora" or "loha") and keyword arguments of its PEFT config. Empty: full fine-tuning.
         quantization: keyword arguments of `transformers.BitsAndBytesConfig`. Empty: none.
         evaluation: benchmarks that the run is scored on.
+        inspection: rows of which the run writes token reports.
         trainer: "trainer" (TokenSeekTrainer), or "sft" (TokenSeekSFTTrainer, which also takes conversations).
         path: the file it was read from, None if it was built in code.
     """
@@ -153,6 +179,7 @@ class Recipe:
     peft: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] = field(default_factory=dict)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    inspection: InspectionSettings = field(default_factory=InspectionSettings)
     trainer: str = "trainer"
     path: Path | None = None
 
@@ -172,6 +199,7 @@ class Recipe:
             "peft": self.peft,
             "quantization": self.quantization,
             "evaluation": dataclasses.asdict(self.evaluation),
+            "inspection": dataclasses.asdict(self.inspection),
             "trainer": self.trainer,
         }
 
@@ -240,6 +268,7 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         peft=settings["peft"],
         quantization=settings["quantization"],
         evaluation=EvaluationSettings(**settings["evaluation"]),
+        inspection=InspectionSettings(**settings["inspection"]),
         trainer=settings["trainer"],
         path=path,
     )
@@ -260,6 +289,14 @@ def _check_task(settings: dict) -> None:
         raise ConfigError(
             "evaluation.metrics need model.task: sequence-classification, and held-out rows in data.eval."
         )
+
+
+def tokenseek_settings(overrides: list[str]) -> TokenSeekConfig:
+    """The rule that command-line settings alone describe, where there is no recipe: `--ratio 0.2 --selection topk`."""
+    settings = {
+        name.removeprefix("tokenseek."): _parse(text, as_text=False) for name, text in parse_overrides(overrides)
+    }
+    return TokenSeekConfig.from_dict(settings)
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:

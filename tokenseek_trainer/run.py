@@ -20,6 +20,8 @@ from .collator import TokenSeekCollator
 from .data import encode_classified, encode_rows, load_rows, sft_row
 from .errors import ConfigError
 from .evaluation import EvaluationCallback
+from .inspect_callback import InspectCallback
+from .inspect_inputs import parse_rows
 from .memory import MIB, peak_process_bytes
 from .metrics import metrics_function
 from .recipe import Recipe
@@ -86,9 +88,10 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     """
     checkpoint = _last_checkpoint(recipe.training["output_dir"]) if resume else None
     adapter = adapter_config(recipe)
-    build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
+    build = build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer = build(recipe, adapter)
     _add_benchmarks(trainer, recipe)
+    _add_inspection(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate() if evaluates else {}
     start = time.perf_counter()
@@ -114,6 +117,15 @@ def _add_benchmarks(trainer, recipe: Recipe) -> None:
                 apply_chat_template=settings.chat_template,
                 identity=trainer.args.output_dir,
             )
+        )
+
+
+def _add_inspection(trainer, recipe: Recipe) -> None:
+    settings = recipe.inspection
+    if settings.rows:
+        rows = parse_rows(settings.rows)
+        trainer.add_callback(
+            InspectCallback(trainer, trainer.train_dataset, rows=rows, every=settings.every, folder=settings.folder)
         )
 
 
@@ -147,7 +159,12 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     )
 
 
-def _build_sft_trainer(recipe: Recipe, adapter):
+def build_sft_trainer(recipe: Recipe, adapter, given: dict[str, list[dict]] | None = None):
+    """TRL's trainer for a recipe.
+
+    Args:
+        given: raw rows to take in the place of the recipe's data, by "train" and "eval". None: the recipe's.
+    """
     try:
         from datasets import Dataset
         from trl import SFTConfig
@@ -161,9 +178,12 @@ def _build_sft_trainer(recipe: Recipe, adapter):
 
     def rows(which):
         source = recipe.resolve(getattr(data, which))
-        if source is None:
+        if given is None and source is not None:
+            loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
+        else:
+            loaded = (given or {}).get(which)
+        if loaded is None:
             return None
-        loaded = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
         return Dataset.from_list(
             [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
         )

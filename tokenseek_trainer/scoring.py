@@ -126,10 +126,13 @@ def importance(scores: torch.Tensor, instances: Instances, config: TokenSeekConf
     """
     if config.scorer != "tokenseek":
         return scores
-    real = instances.ids >= 0
-    top = torch.full((instances.count,), -torch.inf, dtype=scores.dtype, device=scores.device)
-    top = top.scatter_reduce(0, instances.ids[real], scores[real], "amax")
-    return torch.where(real, (scores - top[instances.ids.clamp(min=0)]).exp(), 0.0)
+    real, slot = (
+        instances.ids >= 0,
+        instances.ids + 1,
+    )  # padding has a slot of its own, so that nothing waits for the device
+    top = torch.full((instances.count + 1,), -torch.inf, dtype=scores.dtype, device=scores.device)
+    top = top.scatter_reduce(0, slot.flatten(), scores.flatten(), "amax")
+    return torch.where(real, (scores - top[slot]).exp(), 0.0)
 
 
 @dataclass

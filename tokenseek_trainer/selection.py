@@ -160,11 +160,7 @@ def draw(keys: torch.Tensor, seed: int, step: int) -> torch.Tensor:
 def random_scores(instances: Instances, seed: int, step: int) -> torch.Tensor:
     """(B, n) float64, uniform in [0, 1): a score for each position that depends on its instance, place and step."""
     keys = mix(mix(instances.keys + seed) + step)[instances.ids.clamp(min=0)]
-    real = instances.ids >= 0
-    place = real.long().cumsum(-1)
-    starts = torch.zeros_like(instances.n_tokens)
-    starts = starts.scatter_reduce(0, instances.ids[real], place[real], "amin", include_self=False)
-    return uniform(keys + place - starts[instances.ids.clamp(min=0)])
+    return uniform(keys + instances.place)
 
 
 def inclusion_probabilities(importance, valid, k, uniform_share, force) -> torch.Tensor:

@@ -130,6 +130,7 @@ def sweep(
 def _plan(recipe, cell, suite, evaluation) -> dict:
     """Everything that decides a cell's result, as plain data."""
     planned = load_recipe(recipe, list(cell.settings)).to_dict()
+    planned.pop("inspection")  # its pages change nothing
     planned["training"] = {k: v for k, v in planned["training"].items() if k != "output_dir"}
     return json.loads(json.dumps({"recipe": planned, "suite": suite, "evaluation": list(evaluation)}, default=str))
 

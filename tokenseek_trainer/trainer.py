@@ -24,6 +24,7 @@ from .objective import refuse_copying
 from .packing import warn_of_mixed_documents
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
+from .scoring import importance
 from .selection import TokenSelection, select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
@@ -48,6 +49,7 @@ class TokenSeekMixin:
             values.
         step_seconds: seconds of one optimizer step, without evaluation and saving.
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
+        kept/...: where the kept tokens lie, see `SelectionLog`; the shares by decile go to `state.log_history` only.
     """
 
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
@@ -266,6 +268,7 @@ class TokenSeekMixin:
             full_loss = full_loss / n_items * self._process_scale(num_items_in_batch)
             full_loss = full_loss / (self._accumulation if num_items_in_batch is None else 1)
         self._training_log.add(instances, selection, full_loss, self._accumulation)
+        self._log_selection(instances, selection, scores, inputs.get("token_scores") is not None)
         return instances, selection
 
     def _items_of_loss(self, num_items_in_batch):
@@ -275,6 +278,17 @@ class TokenSeekMixin:
         """
         counts = self._structure.loss_counts_items or self.args.label_smoothing_factor
         return num_items_in_batch if counts else None
+
+    def _log_selection(self, instances, selection, scores, given: bool) -> None:
+        """`scores` are what was ranked or drawn by, None if token indices were given; `given`: the data set's own."""
+        config = self.tokenseek
+        ranked = config.selection == "topk"
+        if config.scorer == "random" or config.ratio == 1.0 or (ranked and given):
+            scores = None  # chance, not scored, or of unknown scale
+        if scores is not None and ranked:
+            scores = importance(scores, instances, config)
+        choose_from = instances.supervised if config.select_from == "supervised" else instances.ids >= 0
+        self._training_log.selection.add(instances, selection, scores, choose_from, self._structure.shift)
 
     def _process_scale(self, num_items_in_batch) -> int:
         """As in the stock Trainer: DDP averages over processes, while N may count the tokens of all of them."""
@@ -364,9 +378,13 @@ class TokenSeekMixin:
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        deciles = {}
         if "loss" in logs:
             logs.update(self._training_log.flush(self.accelerator))
+            deciles = {name: logs.pop(name) for name in list(logs) if name.startswith("kept/decile_")}
         super().log(logs, *args, **kwargs)
+        if deciles:  # ten more curves would bury the others
+            self.state.log_history[-1].update(deciles)
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

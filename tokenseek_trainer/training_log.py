@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from .instances import find_instances
 from .memory import MIB, SavedBytes, peak_device_bytes
 from .selection import TokenSelection
+from .selection_log import SelectionLog
 
 
 class TrainingLog:
@@ -18,6 +19,7 @@ class TrainingLog:
     def __init__(self):
         self.supervised_ever = None
         self._counts = True
+        self.selection = SelectionLog()
         self._clear()
 
     def _clear(self):
@@ -100,6 +102,7 @@ class TrainingLog:
             logs["peak_memory_mib"] = peak / MIB
             torch.cuda.reset_peak_memory_stats(device)
         self._clear()
+        logs.update(self.selection.flush(accelerator))
         return logs
 
 
