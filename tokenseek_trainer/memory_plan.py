@@ -49,15 +49,19 @@ class Plan:
         return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
 
 
-def plan_of_recipe(recipe) -> Plan:
-    """The plan of a `Recipe`: rows of data.max_length tokens, its batch, optimizer, adapters and quantisation."""
+def plan_of_recipe(recipe, tokens: int | None = None) -> Plan:
+    """The plan of a `Recipe`: its batch, optimizer, adapters and quantisation.
+
+    Args:
+        tokens: of a row; None for data.max_length.
+    """
     adapter = dict(recipe.peft)
     method = adapter.get("method", "full")
     training = recipe.training
     return Plan(
         load_config(recipe.model.name),
         recipe.tokenseek,
-        tokens=recipe.data.max_length or 2048,
+        tokens=tokens or recipe.data.max_length or 2048,
         batch=training.get("per_device_train_batch_size", 8),
         method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
         dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
@@ -65,6 +69,13 @@ def plan_of_recipe(recipe) -> Plan:
         autocast=bool(training.get("bf16") or training.get("fp16")),
         adapter=adapter or None,
     )
+
+
+def case_of_recipe(recipe) -> str:
+    """Which of `CASES` a `Recipe` is."""
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    checkpointing = any(recipe.training.get(name, False) for name in names)
+    return next(name for name, case in CASES.items() if case == (recipe.tokenseek.ratio < 1, checkpointing))
 
 
 def format_estimates(plan: Plan, memory: int | None = None) -> str:

@@ -2,19 +2,22 @@
 
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
 from .data import encode_rows, load_rows, sft_row
 from .errors import ConfigError
 from .evaluation import EvaluationCallback
+from .interrupt import CheckpointOnInterrupt, Interrupted
 from .memory import MIB, peak_process_bytes
+from .preflight import check_disk_space, check_output_folder, too_large
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
 
@@ -24,7 +27,13 @@ SUMMARY_NAME = "run_summary.json"
 
 def load_tokenizer(recipe: Recipe):
     """The tokenizer of the recipe's model; without a padding token it pads with eos."""
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.name)
+    except OSError as error:
+        raise ConfigError(
+            f"The model {recipe.model.name!r} is neither a folder with a model nor to be had from the hub "
+            f"({str(error).splitlines()[0]}). Set model.name; the head of the recipe says where its model comes from."
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -67,19 +76,42 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
         resume: go on from the last checkpoint in output_dir.
     """
     checkpoint = _last_checkpoint(recipe.training["output_dir"]) if resume else None
+    check_output_folder(recipe.training["output_dir"])
     adapter = adapter_config(recipe)
     build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer = build(recipe, adapter)
+    check_disk_space(trainer.model, trainer.args.output_dir)
     _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate()["eval_loss"] if evaluates else None
     start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    _train(trainer, checkpoint)
     seconds = time.perf_counter() - start
     after = _last_held_out_loss(trainer) if evaluates else None
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
+
+
+def _train(trainer, checkpoint: str | None) -> None:
+    """`trainer.train()`; Ctrl-C saves a checkpoint first, and says how to go on."""
+    try:
+        with CheckpointOnInterrupt() as callback:
+            trainer.add_callback(callback)
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt as error:
+        saved = _whole_checkpoints(trainer.args.output_dir)
+        done = str(error) or f"stopped at once in step {trainer.state.global_step + 1} of {trainer.state.max_steps}."
+        way = (
+            f"--resume goes on from {saved[-1]}" if saved else "There is no checkpoint yet (--save_steps N makes them)"
+        )
+        raise Interrupted(f"{done} {way}.") from None
+
+
+def _warn_if_too_large(recipe: Recipe, tokens: int | None = None) -> None:
+    text = too_large(recipe, tokens)
+    if text:
+        print(f"tokenseek: {text}", file=sys.stderr, flush=True)
 
 
 def _add_benchmarks(trainer, recipe: Recipe) -> None:
@@ -104,6 +136,7 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     tokenizer = load_tokenizer(recipe)
     train_examples = load_examples(recipe, tokenizer, "train")
     eval_examples = load_examples(recipe, tokenizer, "eval")
+    _warn_if_too_large(recipe, max(len(example["input_ids"]) for example in train_examples))
     model = load_model(recipe)
     if adapter is not None:
         import peft
@@ -143,10 +176,12 @@ def _build_sft_trainer(recipe: Recipe, adapter):
             [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
         )
 
+    train_rows = rows("train")
+    _warn_if_too_large(recipe)
     return TokenSeekSFTTrainer(
         model=load_model(recipe),
         args=SFTConfig(**settings),
-        train_dataset=rows("train"),
+        train_dataset=train_rows,
         eval_dataset=rows("eval"),
         processing_class=load_tokenizer(recipe),
         peft_config=adapter,
@@ -154,11 +189,26 @@ def _build_sft_trainer(recipe: Recipe, adapter):
     )
 
 
+def _whole_checkpoints(output_dir: str) -> list[str]:
+    """Folders of checkpoints by step, without those whose writing was cut short: the trainer's state is written last."""
+    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbered = sorted((int(folder.name.rsplit("-", 1)[1]), folder) for folder in folders if folder.name[-1:].isdigit())
+    return [str(folder) for _, folder in numbered if _is_json(folder / "trainer_state.json")]
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _last_checkpoint(output_dir: str) -> str:
-    checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if checkpoint is None:
+    checkpoints = _whole_checkpoints(output_dir)
+    if not checkpoints:
         raise ConfigError(f"There is no checkpoint to resume from in {output_dir}.")
-    return checkpoint
+    return checkpoints[-1]
 
 
 def _last_held_out_loss(trainer) -> float:
