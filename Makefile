@@ -7,7 +7,7 @@ MODEL := runs/models/SmolLM2-135M-Instruct
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: env test test-all quickstart quickstart-qlora quickstart-sft clean
+.PHONY: env test test-all typecheck quickstart quickstart-qlora quickstart-sft clean
 
 env: $(VENV)/.installed
 
@@ -23,6 +23,9 @@ test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+typecheck: env
+	$(BIN)/mypy
 
 test-all: env
 	$(BIN)/python -m pytest -m "not gpu and not network"

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError, TokenSeekError
 from .shipped import copy_recipe, describe_recipes, find_recipe, samples_folder
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tokenseek", description="Fine-tune on the tokens that matter.", allow_abbrev=False
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    debug = {"action": "store_true", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    debug: dict[str, Any] = {"action": "store_true", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     train = commands.add_parser(

@@ -53,7 +53,7 @@ def _show(name: str, text: str) -> None:
 def _core(package: str) -> str | None:
     """What is wrong with a package that everything needs."""
     problem = _problem(package, package)
-    _show(package, problem or _version(package))
+    _show(package, problem or str(_version(package)))
     return f"{package}: {problem}" if problem else None
 
 

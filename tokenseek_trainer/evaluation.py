@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -288,9 +289,10 @@ def load_checkpoint(folder: str, dtype: str = "auto"):
 
     path = Path(folder)
     adapter = path / "adapter_config.json"
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     source = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else folder
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+    )
     own_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = AutoTokenizer.from_pretrained(folder if own_tokenizer else source)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

@@ -92,7 +92,7 @@ def too_large(recipe, tokens: int | None = None) -> str | None:
     free, device = memory
     try:
         plan, case = plan_of_recipe(recipe, tokens), case_of_recipe(recipe)
-        needed = least_bytes(plan.config, plan.method, plan.dtype, plan.optim, plan.adapter)
+        needed: float = least_bytes(plan.config, plan.method, plan.dtype, plan.optim, plan.adapter)
         if free / 8 < needed <= free:
             needed = plan.estimate(case).peak
     except Exception:  # an estimate is a courtesy: whatever is wrong with the recipe is said by the run itself

@@ -19,7 +19,7 @@ from .shipped import find_recipe
 class _Loader(yaml.SafeLoader):
     """YAML as in version 1.2: 1e-5 is a number, and no, yes, on, off are words ("save_strategy: no")."""
 
-    yaml_implicit_resolvers: typing.ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -107,7 +107,7 @@ class EvaluationSettings:
 
 TRAINERS = ("trainer", "sft")
 # Settings of optional packages have no class here: their own classes check them when the run is built.
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "model": ModelSettings,
     "data": DataSettings,
     "tokenseek": TokenSeekConfig,
@@ -161,7 +161,7 @@ class Recipe:
         }
 
 
-def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Read a YAML recipe and apply command-line settings.
 
     Args:
@@ -224,7 +224,7 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     )
 
 
-def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:
+def parse_overrides(arguments: list[str] | tuple[str, ...]) -> list[tuple[str, str]]:
     """Split `--key value` and `--key=value` pairs; a key without a value is "true"."""
     pairs, position = [], 0
     while position < len(arguments):

@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -51,8 +52,8 @@ def load_model(recipe: Recipe):
     return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
 
 
-def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict] | None:
-    """The encoded rows of data.train or data.eval; None if the recipe has no such data."""
+def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> Any:
+    """The encoded rows of data.train or data.eval, a list of dicts; None if the recipe has no such data."""
     data = recipe.data
     source = recipe.resolve(getattr(data, which))
     if source is None:
@@ -79,8 +80,8 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     check_output_folder(recipe.training["output_dir"])
     adapter = adapter_config(recipe)
     build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
-    trainer = build(recipe, adapter)
-    check_disk_space(trainer.model, trainer.args.output_dir)
+    trainer: Any = build(recipe, adapter)
+    check_disk_space(trainer.model, recipe.training["output_dir"])
     _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate()["eval_loss"] if evaluates else None

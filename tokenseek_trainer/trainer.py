@@ -6,7 +6,7 @@ Evaluation, prediction, saving and everything between two training steps are the
 import contextlib
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -32,7 +32,7 @@ from .training_log import StepClock, TrainingLog
 SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 
 
-class TokenSeekMixin:
+class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # mixed into Trainer or a subclass of it
     """Gives a transformers Trainer (or a subclass of it) training steps with token ditching.
 
     Args:
@@ -202,6 +202,7 @@ class TokenSeekMixin:
                 f"The batch has no labels (it has: {', '.join(sorted(inputs))}). Give the data set a 'labels' column, or use "
                 "TokenSeekCollator, which makes them from input_ids."
             )
+        assert self._session is not None  # compute_loss has seen to that
         session, smoothing = self._session, self.args.label_smoothing_factor
         instances = session.instances(inputs)
         if self._part == 0:
