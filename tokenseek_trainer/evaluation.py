@@ -7,7 +7,6 @@ where a local copy is used. So the prompts, metrics and versions are the harness
 import contextlib
 import functools
 import json
-import os
 import random
 import re
 import tempfile
@@ -20,6 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from .errors import ConfigError, InputError, closest
+from .files import write_whole
 from .provenance import provenance
 from .quantized import cpu_packing_off
 
@@ -307,18 +307,7 @@ def load_checkpoint(folder: str, dtype: str = "auto"):
 
 def save_result(result: dict, path: str | Path) -> None:
     """Write a result so that a reader sees all of it or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 def report(paths: list[str | Path]) -> str:

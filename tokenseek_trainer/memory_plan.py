@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from .config import TokenSeekConfig
 from .errors import ConfigError
-from .estimate import MemoryEstimate, estimate, load_config
+from .estimate import DTYPES, MemoryEstimate, estimate, load_config
 
 
 CASES = {  # tokens ditched, activation checkpointing
@@ -58,17 +58,24 @@ def plan_of_recipe(recipe, tokens: int | None = None) -> Plan:
     adapter = dict(recipe.peft)
     method = adapter.get("method", "full")
     training = recipe.training
+    config = load_config(recipe.model.name)
     return Plan(
-        load_config(recipe.model.name),
+        config,
         recipe.tokenseek,
         tokens=tokens or recipe.data.max_length or 2048,
         batch=training.get("per_device_train_batch_size", 8),
         method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
-        dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
+        dtype=_saved_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype,
         optim=training.get("optim", "adamw_torch_fused"),
         autocast=bool(training.get("bf16") or training.get("fp16")),
         adapter=adapter or None,
     )
+
+
+def _saved_dtype(config) -> str:
+    """In which a model's weights are saved, if its config says so."""
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return dtype if dtype in DTYPES else "bf16"
 
 
 def case_of_recipe(recipe) -> str:

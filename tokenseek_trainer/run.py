@@ -1,5 +1,6 @@
 """One training run, from a recipe to a checkpoint that plain transformers loads."""
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -18,12 +19,14 @@ from .errors import ConfigError
 from .evaluation import EvaluationCallback
 from .interrupt import CheckpointOnInterrupt, Interrupted
 from .memory import MIB, peak_process_bytes
+from .memory_plan import plan_of_recipe
 from .preflight import check_disk_space, check_output_folder, too_large
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
 
 
 SUMMARY_NAME = "run_summary.json"
+SMALL_MODEL = 2**26  # bytes of weights under which a comparison of memory says nothing
 
 
 def load_tokenizer(recipe: Recipe):
@@ -82,6 +85,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     build = _build_sft_trainer if recipe.trainer == "sft" else _build_trainer
     trainer: Any = build(recipe, adapter)
     check_disk_space(trainer.model, recipe.training["output_dir"])
+    trainer.recipe = recipe.to_dict()
     _add_benchmarks(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate()["eval_loss"] if evaluates else None
@@ -89,6 +93,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     _train(trainer, checkpoint)
     seconds = time.perf_counter() - start
     after = _last_held_out_loss(trainer) if evaluates else None
+    trainer.ordinary_mib = _ordinary_mib(trainer, recipe)
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
@@ -218,6 +223,21 @@ def _last_held_out_loss(trainer) -> float:
         if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
             return entry["eval_loss"]
     return trainer.evaluate()["eval_loss"]
+
+
+def _ordinary_mib(trainer, recipe: Recipe) -> float | None:
+    """What ordinary full fine-tuning would keep for the micro-batch that was measured; None for a toy, or if not to be had."""
+    measured = trainer._training_log.measured
+    if measured is None or not trainer.is_world_process_zero():
+        return None
+    if sum(p.nbytes for p in trainer.model.parameters()) < SMALL_MODEL:
+        return None
+    try:
+        plan = plan_of_recipe(recipe, tokens=measured[1])
+        plan = dataclasses.replace(plan, batch=measured[0], method="full", adapter=None, optim="sgd")
+        return plan.estimate("ordinary").saved / MIB
+    except Exception:  # the model is trained: nothing about its card may stop it from being saved
+        return None
 
 
 def _write_summary(trainer, recipe, before, after, seconds) -> dict:

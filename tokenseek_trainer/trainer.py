@@ -20,6 +20,7 @@ from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import Instances
 from .losses import TokenStatistics
+from .model_card import CardFacts, may_write, write_card
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .score_store import ScoreStore
 from .selection import TokenSelection, select, select_given
@@ -47,6 +48,10 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         step_seconds: seconds of one optimizer step, without evaluation and saving.
         peak_memory_mib: greatest device memory since the last log (absent on devices that do not count it).
     """
+
+    # What the model card shows of a run by a recipe; see `CardFacts`.
+    recipe: dict[str, Any] | None = None
+    ordinary_mib: float | None = None
 
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
         self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
@@ -179,7 +184,8 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             stock = self._structure.with_own_positions({k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS})
             if model.training and self._structure.forward_accepts("use_cache"):
                 stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
-            with self._training_log.counting(self.model) if model.training else contextlib.nullcontext():
+            shape = _shape(inputs) if model.training else None
+            with self._training_log.counting(self.model, shape) if model.training else contextlib.nullcontext():
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:
                 loss = result[0] if return_outputs else result
@@ -208,7 +214,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         if self._part == 0:
             self._parts = self._seek(inputs, instances, num_items_in_batch).parts(self.tokenseek.parts)
             self._token_statistics = self._statistics()
-        with self._training_log.counting(self.model, self._part) as saved:
+        with self._training_log.counting(self.model, _shape(inputs), self._part) as saved:
             if saved is not None:
                 saved.add(*session.recorded(), *session.carried())
             return session.ditch(
@@ -354,10 +360,43 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         return os.path.join(folder, f"tokenseek_scores_{self.args.process_index}.pt")
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        folder = output_dir or self.args.output_dir
+        own_card = may_write(folder)  # asked first: PEFT writes a card of its own
         super()._save(output_dir, state_dict=state_dict)
-        path = os.path.join(output_dir or self.args.output_dir, CONFIG_NAME)
-        with open(path, "w") as file:
+        with open(os.path.join(folder, CONFIG_NAME), "w") as file:
             file.write(self.tokenseek.to_json())
+        if own_card:
+            self._write_card(folder, {})
+
+    def create_model_card(self, *args: Any, **metadata: Any) -> None:
+        """Write the card of output_dir, unless there is one of another hand.
+
+        Args:
+            metadata: of the stock `create_model_card`: model_name, license, language, tags and others, for the card's head. By
+                name: the Trainers that this is mixed into have them in different orders.
+        """
+        if args:
+            raise ConfigError("create_model_card takes named arguments only, such as model_name='...'.")
+        if may_write(self.args.output_dir):
+            self._write_card(self.args.output_dir, metadata)
+
+    def _write_card(self, folder: str, metadata: dict[str, Any]) -> None:
+        if self.is_world_process_zero():
+            facts = CardFacts(
+                self.tokenseek,
+                self.state.log_history,
+                self.state.global_step,
+                self._training_log.measured,
+                self.ordinary_mib,
+                self.recipe,
+                metadata,
+            )
+            write_card(folder, self._structure.outer, facts)
+
+
+def _shape(inputs: dict[str, Any]) -> tuple[int, int]:
+    tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    return tokens.shape[0], tokens.shape[1]
 
 
 class TokenSeekTrainer(TokenSeekMixin, Trainer):
