@@ -78,6 +78,8 @@ class TokenSeekSession:
         self._calls: dict[nn.Module, int] = {}
         self._rules: list[MaskRule] = []
         self._masks: RowMasks | None = None
+        self._positions: SelectedPositions | None = None
+        self._done: list[SelectedPositions] = []
         self._statistics: TokenStatistics | None = None
         self._head_input: torch.Tensor | None = None
         self._open = contextlib.ExitStack()

@@ -91,6 +91,7 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
 
     def _fill_metrics(self, inputs: dict[str, Any]) -> None:
         """What SFTTrainer.compute_loss would have put into its metrics."""
+        assert self._token_statistics is not None  # _statistics has made them
         kept, gather = self._token_statistics, self.accelerator.gather_for_metrics
         device = inputs["input_ids"].device
         mask = inputs.get("attention_mask")

@@ -62,7 +62,9 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             )
         self._session: TokenSeekSession | None = None
         self._checked = False
-        self._part, self._parts = 0, None
+        self._part = 0
+        self._parts: list[TokenSelection] = []
+        self._token_statistics: TokenStatistics | None = None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
         self._refuse_other_objectives()
@@ -152,16 +154,16 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         if self._keeps_all(inputs):
             undo_cpu_packing(self.model)
             return super().training_step(model, inputs, *args, **kwargs)
-        loss, last = 0.0, self.tokenseek.parts - 1
+        losses, last = [], self.tokenseek.parts - 1
         with self._open_session(model) as self._session:
             try:
                 for self._part in range(last + 1):
                     # Gradients are exchanged between processes once, when they are complete.
                     with contextlib.nullcontext() if self._part == last else self.accelerator.no_sync(model):
-                        loss = loss + super().training_step(model, inputs, *args, **kwargs)
-                return loss
+                        losses.append(super().training_step(model, inputs, *args, **kwargs))
+                return torch.stack(losses).sum()
             finally:
-                self._session = self._parts = None
+                self._session, self._parts = None, []
 
     def compute_loss(
         self,
@@ -214,7 +216,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         if self._part == 0:
             self._parts = self._seek(inputs, instances, num_items_in_batch).parts(self.tokenseek.parts)
             self._token_statistics = self._statistics()
-        with self._training_log.counting(self.model, _shape(inputs), self._part) as saved:
+        with self._training_log.counting(self.model, instances.ids.shape, self._part) as saved:
             if saved is not None:
                 saved.add(*session.recorded(), *session.carried())
             return session.ditch(
@@ -229,6 +231,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
 
     def _seek(self, inputs: dict[str, Any], instances: Instances, num_items_in_batch) -> TokenSelection:
         """Run the seek pass and select."""
+        assert self._session is not None
         session, config = self._session, self.tokenseek
         if config.self_check and not self._checked:
             self._checked = self_check(session, inputs, instances) is not None
