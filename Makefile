@@ -8,7 +8,7 @@ ENCODER := runs/models/MiniLM-L6
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: env test test-all quickstart quickstart-qlora quickstart-sft classification clean
+.PHONY: env test test-all typecheck quickstart quickstart-qlora quickstart-sft classification clean
 
 env: $(VENV)/.installed
 
@@ -24,6 +24,9 @@ test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+typecheck: env
+	$(BIN)/mypy
 
 test-all: env
 	$(BIN)/python -m pytest -m "not gpu and not network"

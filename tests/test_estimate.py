@@ -197,7 +197,7 @@ def test_greatest_equals_counting(need, available):
 
 
 def test_what_fits_is_the_last_that_fits():
-    plan = Plan(config_of("llama"), TokenSeekConfig(ratio=RATIO), tokens=128, dtype="fp32")
+    plan = Plan(config_of("llama", 1), TokenSeekConfig(ratio=RATIO), tokens=128, dtype="fp32")
     memory = 3 * 2**20
     for case in ("ordinary", "TokenSeek"):
         n = plan.longest(case, memory)
@@ -216,7 +216,7 @@ def test_memory_is_read_in_its_unit(text, expected):
 
 def test_from_the_command_line(tmp_path, capsys):
     config = tmp_path / "config.json"
-    config.write_text(config_of("llama").to_json_string())
+    config.write_text(config_of("llama", 1).to_json_string())  # one block: it is estimated a hundred times
     assert main(["estimate", str(config), "--seq", "64", "--dtype", "fp32", "--gpu-memory", "4MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "full, 1 x 64 tokens, fp32" in lines[0]

@@ -119,11 +119,12 @@ def test_finished_cells_are_skipped_and_others_are_never_mixed_in(finished, caps
 
 def test_a_failed_cell_is_named_and_the_others_run(finished, capsys):
     folder, arguments = finished
-    wrong = [*arguments, "--case", "wrong=--scorer context --context_layers [7]"]
+    one_seed = [text if text != "0,1" else "0" for text in arguments]
+    wrong = [*one_seed, "--case", "wrong=--scorer context --context_layers [7]"]
     assert main(wrong) == 1
     printed = capsys.readouterr().out
     assert "wrong,seed=0: failed" in printed and "context_layers" in printed
-    assert "default,seed=1: finished before" in printed
+    assert "default,seed=0: finished before" in printed
     assert not (folder / "wrong,seed=0" / "cell.json").exists()
 
 

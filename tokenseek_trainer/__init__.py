@@ -1,11 +1,26 @@
 """TokenSeek: fine-tune a Transformer while caching activations only for the tokens that matter."""
 
-from .collator import TokenSeekCollator
-from .config import TokenSeekConfig
-from .trainer import TokenSeekMixin, TokenSeekTrainer
+import importlib
+from typing import TYPE_CHECKING
 
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .collator import TokenSeekCollator
+    from .config import TokenSeekConfig
+    from .sft import TokenSeekSFTTrainer
+    from .trainer import TokenSeekMixin, TokenSeekTrainer
+
+    __version__: str
+
+# Where each name lives. They are imported when asked for: `tokenseek --help` needs no torch, and TRL is optional.
+_HOMES = {
+    "TokenSeekCollator": "collator",
+    "TokenSeekConfig": "config",
+    "TokenSeekMixin": "trainer",
+    "TokenSeekSFTTrainer": "sft",
+    "TokenSeekTrainer": "trainer",
+}
+
 __all__ = [
     "TokenSeekCollator",
     "TokenSeekConfig",
@@ -17,8 +32,22 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "TokenSeekSFTTrainer":  # imports TRL, which is optional
-        from .sft import TokenSeekSFTTrainer
-
-        return TokenSeekSFTTrainer
+    if name == "__version__":
+        return _version()
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    """As pyproject.toml has it; "unknown" in a checkout that was never installed."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("tokenseek-trainer")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -2,12 +2,16 @@
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError, TokenSeekError
+from .shipped import copy_recipe, describe_recipes, find_recipe, samples_folder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,19 +26,41 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return options.run(options, rest) or 0
-    except (TokenSeekError, OSError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if options.debug:
             raise
-        print(f"tokenseek: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        if options.debug:
-            raise
-        print(f"tokenseek: {type(error).__name__}: {error}\n(`--debug` shows where it came from.)", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("tokenseek: interrupted. `--resume` goes on from the last checkpoint.", file=sys.stderr)
-        return 130
+        message, code = _explain(error)
+        print(f"tokenseek: {message}", file=sys.stderr)
+        return code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """What is said about an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted.", 130
+    if not isinstance(error, TokenSeekError) and _disk_is_full(error):
+        return (
+            "No space left on the disk while a file was written. Free some, or give another folder with --output_dir; "
+            "--resume goes on from the last whole checkpoint.\n"
+            f"({type(error).__name__}: {error})"
+        ), 2
+    if isinstance(error, (TokenSeekError, OSError)):
+        return str(error), 2
+    hint = "(`--debug` shows where it came from.)"
+    if type(error).__name__ == "OutOfMemoryError":
+        hint = "(`tokenseek estimate RECIPE --gpu-memory SIZE` shows what fits.)"
+    return f"{type(error).__name__}: {error}\n{hint}", 1
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Also where another library has made an error of its own from the system's."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or re.search(r"No space left|os error 28", str(error)):
+            return True
+        if re.search(r"PytorchStreamWriter failed|inline_container.*unexpected pos", str(error)):  # of torch.save
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tokenseek", description="Fine-tune on the tokens that matter.", allow_abbrev=False
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    debug = {"action": "store_true", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    debug: dict[str, Any] = {"action": "store_true", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     train = commands.add_parser(
@@ -52,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Train by a recipe. Any setting of it can be given as --section.key value, or --key value where only "
         "one section has the key; the command line wins.",
     )
-    train.add_argument("recipe", help="a YAML file with the sections model, data, tokenseek and training")
+    train.add_argument(
+        "recipe",
+        nargs="?",
+        help="a YAML file with the sections model, data, tokenseek and training, or the name of a shipped recipe",
+    )
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
     train.set_defaults(run=_train)
 
@@ -62,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Write the recipe's training rows, encoded, with a column of token scores or kept token indices.",
     )
-    score.add_argument("recipe")
+    score.add_argument("recipe", nargs="?", help="as for train")
     score.add_argument("-o", "--output", required=True, help="the .jsonl file to write")
     score.add_argument("--column", choices=("token_scores", "token_indices"), default="token_scores")
     score.set_defaults(run=_score)
@@ -76,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("checkpoint", help="a folder or hub name")
     evaluate.add_argument("--suite", default="paper", help="paper, quick, or TASK[:SHOTS],... (default: paper)")
     evaluate.add_argument("--limit", type=int, help="questions per task; marks the result as limited")
-    evaluate.add_argument("--data", help="folder with local copies of the data; default: the hub")
+    evaluate.add_argument(
+        "--data", help="folder with local copies of the data, or `samples` for those that ship; default: the hub"
+    )
     evaluate.add_argument("--batch-size", type=int, default=8)
     evaluate.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
     evaluate.add_argument("--chat-template", action="store_true", help="ask through the model's chat template")
@@ -128,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a recipe once per combination: a setting with commas (--ratio 0.1,0.2) is an axis. Finished cells are "
         "skipped, so a stopped sweep goes on where it was. Writes table.md, sweep.json and plots into the output folder.",
     )
-    sweep.add_argument("recipe")
+    sweep.add_argument("recipe", nargs="?", help="as for train")
     sweep.add_argument("-o", "--output", help="folder of the sweep (default: runs/sweep-RECIPE)")
     sweep.add_argument("--seeds", help="comma-separated seeds of training and selection, e.g. 0,1,2")
     sweep.add_argument(
@@ -148,12 +180,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("results", nargs="+", help="JSON files; the first is what the others are compared with")
     report.set_defaults(run=_report)
+
+    recipes = commands.add_parser(
+        "recipes",
+        help="list the shipped recipes, or copy one",
+        allow_abbrev=False,
+        description="List the recipes that ship. With a name: copy it, and the data that it reads, to change it.",
+    )
+    recipes.add_argument("name", nargs="?", help="the recipe to copy")
+    recipes.add_argument("--to", default=".", metavar="FOLDER", help="where to (default: here)")
+    recipes.set_defaults(run=_recipes)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed and what works, to paste into a bug report",
+        allow_abbrev=False,
+        description="Show versions, the device, and which optional parts are usable; takes one training step of a tiny model. "
+        "No network. Exit code 1 if training cannot work.",
+    )
+    doctor.set_defaults(run=_doctor)
+
+    completion = commands.add_parser(
+        "completion",
+        help="print a script for the shell's completion",
+        allow_abbrev=False,
+        description="Print a completion script, with every setting of a recipe. "
+        "bash: tokenseek completion bash > ~/.local/share/bash-completion/completions/tokenseek; "
+        "zsh: into a file _tokenseek in a folder of $fpath; fish: > ~/.config/fish/completions/tokenseek.fish",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(run=_completion)
+
     for command in commands.choices.values():
         command.add_argument("--debug", **debug)
     return parser
 
 
 def _train(options, rest) -> None:
+    find_recipe(options.recipe, rest)  # before anything slow is imported
     from .recipe import load_recipe
     from .run import format_summary, train
 
@@ -163,6 +227,7 @@ def _train(options, rest) -> None:
 
 
 def _score(options, rest) -> None:
+    find_recipe(options.recipe, rest)
     from .recipe import load_recipe
     from .run import load_examples, load_model, load_tokenizer
     from .token_columns import add_token_columns
@@ -189,13 +254,16 @@ def _evaluate(options, rest) -> None:
     output = options.output or str(
         Path(options.checkpoint) / f"eval_{options.suite.replace(',', '_').replace(':', '-')}.json"
     )
+    data = options.data
+    if data == "samples" and not Path(data).is_dir():
+        data = samples_folder()
     model, tokenizer = load_checkpoint(options.checkpoint, options.dtype)
     result = evaluate(
         model,
         tokenizer,
         options.suite,
         limit=options.limit,
-        data=options.data,
+        data=data,
         batch_size=options.batch_size,
         apply_chat_template=options.chat_template,
         identity=options.checkpoint,
@@ -265,6 +333,7 @@ def _inspect(options, rest) -> None:
 
 
 def _sweep(options, rest) -> int:
+    find_recipe(options.recipe, rest)
     from .sweep import grid, sweep
 
     try:
@@ -297,6 +366,32 @@ def _report(options, rest) -> None:
 
     _refuse_rest(rest)
     print(report(options.results))
+
+
+def _recipes(options, rest) -> None:
+    _refuse_rest(rest)
+    if options.name is not None:
+        files = copy_recipe(options.name, options.to)
+        print("\n".join(f"wrote {file}" for file in files))
+        print(f"tokenseek train {files[0]}")
+        return
+    for name, head in describe_recipes().items():
+        print(f"{name:26} {head}")
+    print("\n`tokenseek train NAME` runs one as it is; `tokenseek recipes NAME` copies it here.")
+
+
+def _doctor(options, rest) -> int:
+    _refuse_rest(rest)
+    from .doctor import examine
+
+    return examine()
+
+
+def _completion(options, rest) -> None:
+    _refuse_rest(rest)
+    from .completion import completion_script
+
+    print(completion_script(_parser(), options.shell))
 
 
 def _refuse_rest(rest: list[str]) -> None:

@@ -156,7 +156,7 @@ def check_token_indices(indices: list, length: int, number: int) -> None:
     for i in indices:
         if isinstance(i, bool) or not isinstance(i, numbers.Integral):
             raise InputError(f"token_indices of example {number} must be integers, got {i!r} ({type(i).__name__}).")
-        if not 0 <= i < length:
+        if not 0 <= int(i) < length:
             raise InputError(
                 f"token_indices of example {number} hold {i}, but the example has {length} tokens: 0 to {length - 1} are allowed."
             )

@@ -35,6 +35,8 @@ def load_rows(
         if not path.is_file():
             raise InputError(f"The data file {source} does not exist (looked in {path.parent.resolve()}).")
         rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_json(path)
+    elif path.is_file() or path.suffix in (".csv", ".tsv", ".parquet", ".txt", ".yaml", ".yml"):
+        raise InputError(f"The data {source} must be a .jsonl or .json file, or a data set of the hub.")
     else:
         rows = _load_from_hub(source, split)
     if not rows:
@@ -92,7 +94,12 @@ def _load_from_hub(source: str, split: str) -> list[dict]:
             f"{source!r} is not a .jsonl or .json file, and loading it from the hub needs the datasets package: "
             "pip install datasets"
         ) from None
-    return load_dataset(source, split=split).to_list()
+    try:
+        return load_dataset(source, split=split).to_list()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{source!r} is not a .jsonl or .json file, and could not be loaded from the hub: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def encode_rows(
@@ -186,12 +193,22 @@ def _encode_classified(row, number, tokenizer, text, label, labels, max_length) 
 def sft_row(
     row: dict, *, prompt: str | list[str] | None = None, completion: str | None = None, text: str | None = None
 ) -> dict:
-    """A row as TRL's SFTTrainer takes it: the templates filled in, or without templates the row itself."""
+    """A row as TRL's SFTTrainer takes it: the templates filled in, or without templates the row itself.
+
+    Raises:
+        InputError: a template names a column that the row lacks, or without templates it has none that SFTTrainer reads.
+    """
     if prompt is not None and completion is not None:
         return {"prompt": _fill(prompt, row), "completion": _fill(completion, row)}
     if text is not None:
         return {"text": _fill(text, row)}
-    return {name: row[name] for name in SFT_COLUMNS if name in row}
+    found = {name: row[name] for name in SFT_COLUMNS if name in row}
+    if not found.keys() & {"messages", "text", "input_ids"} and not {"prompt", "completion"} <= found.keys():
+        raise InputError(
+            f"The rows have the columns {', '.join(sorted(row))}. Expected messages, or prompt and completion, or text; or name the "
+            "columns in templates: data.prompt and data.completion, or data.text."
+        )
+    return found
 
 
 def _encode(row, tokenizer, prompt, completion, text, train_on_prompt) -> dict:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from . import session
 from .losses import chunk_size
@@ -52,7 +52,8 @@ def on_cpu(model: nn.Module) -> nn.Module:
     """Turn weights on the meta device into fake ones on the CPU, where the fused kernels are. Tied weights stay tied."""
     made = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        kinds: tuple[dict, ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -117,13 +118,13 @@ class _FourBitLinear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-def quantize(model: nn.Module, dtype: torch.dtype) -> None:
+def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """What loading in 4 bits and `prepare_model_for_kbit_training` make of a model."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
             count = module.weight.numel()
-            module.__class__, module.compute_dtype = _FourBitLinear, dtype
+            module.__class__, module.compute_dtype = _FourBitLinear, dtype  # type: ignore[assignment]
             module.weight = nn.Parameter(torch.empty((count + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
             module.register_buffer("absmax", torch.empty(count // FOUR_BIT_BLOCK, dtype=torch.uint8))
             module.register_buffer("nested_absmax", torch.empty(-(-count // FOUR_BIT_BLOCK // SCALE_BLOCK)))

@@ -153,6 +153,16 @@ def estimate(
     return _sum_up({name: low[name] + (high[name] - low[name]) * more for name in low})
 
 
+def least_bytes(config, method: str, dtype: str, optim: str, adapter: dict | None = None) -> int:
+    """Weights, gradients and optimizer state alone: what a step needs at the very least. Arguments as for `estimate`."""
+    _check(1, 1, method, dtype, optim)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _Builder(config, method, DTYPES[dtype], False, adapter)(config.get_text_config().num_hidden_layers)
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return weights + round(sum(p.nbytes + p.numel() * OPTIMIZERS[optim](p.element_size()) for p in trained))
+
+
 def _sum_up(measured: dict[str, float]) -> MemoryEstimate:
     """The peak is that of the worst phase; each phase by itself is linear in the depth."""
     phases = [value for name, value in measured.items() if name.startswith("peak ")]

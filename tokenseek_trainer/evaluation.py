@@ -7,18 +7,19 @@ where a local copy is used. So the prompts, metrics and versions are the harness
 import contextlib
 import functools
 import json
-import os
 import random
 import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import TrainerCallback
 
 from .errors import ConfigError, InputError, closest
+from .files import write_whole
 from .provenance import provenance
 from .quantized import cpu_packing_off
 
@@ -286,12 +287,12 @@ def load_checkpoint(folder: str, dtype: str = "auto"):
     """
     from transformers import AutoModelForCausalLM
 
-    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    weights: Any = dtype if dtype == "auto" else getattr(torch, dtype, None)
     if weights != "auto" and not isinstance(weights, torch.dtype):
         raise ConfigError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}.")
     source = _base_of(folder)
     tokenizer = checkpoint_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=weights)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=weights)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     if source != folder:
@@ -318,18 +319,7 @@ def _base_of(folder: str) -> str:
 
 def save_result(result: dict, path: str | Path) -> None:
     """Write a result so that a reader sees all of it or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 def report(paths: list[str | Path]) -> str:

@@ -104,12 +104,12 @@ def find_instances(inputs: dict, labels: torch.Tensor | None, shift: bool) -> In
     """
     tokens = inputs.get("input_ids")
     embeds = inputs.get("inputs_embeds")
-    if tokens is None and embeds is None:
+    given = embeds if tokens is None else tokens
+    if given is None:
         raise InputError(
             f"The batch needs input_ids or inputs_embeds; it has: {', '.join(sorted(inputs)) or 'nothing'}."
         )
-    shape = tokens.shape if tokens is not None else embeds.shape[:2]
-    device = tokens.device if tokens is not None else embeds.device
+    shape, device = (given.shape if tokens is not None else given.shape[:2]), given.device
     if len(shape) != 2:
         raise InputError(f"input_ids must have shape (batch, tokens), got {tuple(shape)}.")
 

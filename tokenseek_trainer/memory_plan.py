@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from .config import TokenSeekConfig
 from .errors import ConfigError
-from .estimate import MemoryEstimate, estimate, load_config
+from .estimate import DTYPES, MemoryEstimate, estimate, load_config
 
 
 CASES = {  # tokens ditched, activation checkpointing
@@ -49,22 +49,40 @@ class Plan:
         return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
 
 
-def plan_of_recipe(recipe) -> Plan:
-    """The plan of a `Recipe`: rows of data.max_length tokens, its batch, optimizer, adapters and quantisation."""
+def plan_of_recipe(recipe, tokens: int | None = None) -> Plan:
+    """The plan of a `Recipe`: its batch, optimizer, adapters and quantisation.
+
+    Args:
+        tokens: of a row; None for data.max_length.
+    """
     adapter = dict(recipe.peft)
     method = adapter.get("method", "full")
     training = recipe.training
+    config = load_config(recipe.model.name)
     return Plan(
-        load_config(recipe.model.name),
+        config,
         recipe.tokenseek,
-        tokens=recipe.data.max_length or 2048,
+        tokens=tokens or recipe.data.max_length or 2048,
         batch=training.get("per_device_train_batch_size", 8),
         method="qlora" if recipe.quantization else "lora" if method == "dora" else method,
-        dtype="bf16" if recipe.model.dtype == "auto" else recipe.model.dtype,
+        dtype=_saved_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype,
         optim=training.get("optim", "adamw_torch_fused"),
         autocast=bool(training.get("bf16") or training.get("fp16")),
         adapter=adapter or None,
     )
+
+
+def _saved_dtype(config) -> str:
+    """In which a model's weights are saved, if its config says so."""
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return dtype if dtype in DTYPES else "bf16"
+
+
+def case_of_recipe(recipe) -> str:
+    """Which of `CASES` a `Recipe` is."""
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    checkpointing = any(recipe.training.get(name, False) for name in names)
+    return next(name for name, case in CASES.items() if case == (recipe.tokenseek.ratio < 1, checkpointing))
 
 
 def format_estimates(plan: Plan, memory: int | None = None) -> str:

@@ -1,17 +1,24 @@
 """Temporary changes to a model, each a context manager that undoes exactly what it did, also after an exception."""
 
 import contextlib
+from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .errors import UnsupportedModelError
 from .quantized import holds_quantized_weights
 
 
+def _implementation(decoder: nn.Module) -> str:
+    """The attention implementation that the user chose."""
+    config: Any = decoder.config
+    return config._attn_implementation or "eager"
+
+
 @contextlib.contextmanager
-def attention_replaced(lm: nn.Module, decoder: nn.Module, name: str, attention, mask):
+def attention_replaced(lm: PreTrainedModel, decoder: nn.Module, name: str, attention, mask):
     """Register `attention` and `mask` under one name, and point every config of the model at it.
 
     Both are needed: an attention function without its mask function loses padding and sliding windows silently.
@@ -19,10 +26,12 @@ def attention_replaced(lm: nn.Module, decoder: nn.Module, name: str, attention, 
     Yields:
         The name of the implementation that the user chose, which stays the one to delegate to.
     """
-    chosen = decoder.config._attn_implementation or "eager"
+    chosen = _implementation(decoder)
     if chosen not in ("eager", *AttentionInterface().valid_keys()) or chosen.startswith("paged|"):
         raise UnsupportedModelError(f"The attention implementation {chosen!r} is not supported for training.")
-    configs = {id(module.config): module.config for module in lm.modules() if hasattr(module, "config")}
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in lm.modules() if hasattr(module, "config")
+    }
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -38,7 +47,7 @@ def attention_replaced(lm: nn.Module, decoder: nn.Module, name: str, attention, 
 
 
 @contextlib.contextmanager
-def masks_replaced(lm: nn.Module, decoder: nn.Module, mask):
+def masks_replaced(lm: PreTrainedModel, decoder: nn.Module, mask):
     """Let `mask` build the masks of a model whose attention is written out in the model file.
 
     Its config keeps its implementation, on which such attention branches (Falcon's two branches differ). So the mask
@@ -47,7 +56,7 @@ def masks_replaced(lm: nn.Module, decoder: nn.Module, mask):
     Yields:
         The name of the implementation.
     """
-    chosen = decoder.config._attn_implementation or "eager"
+    chosen = _implementation(decoder)
     if chosen not in ("eager", "sdpa"):
         raise UnsupportedModelError(
             f"The {lm.config.model_type!r} model does not call transformers' attention interface; with the attention "
@@ -112,7 +121,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def neftune_scaled(lm: nn.Module, kept_fraction: float):
+def neftune_scaled(lm: PreTrainedModel, kept_fraction: float):
     """Keep NEFTune's noise as large as in ordinary training.
 
     It divides by the square root of the number of tokens it sees, which is now `kept_fraction` of the row.

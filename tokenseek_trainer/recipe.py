@@ -13,12 +13,13 @@ from transformers import TrainingArguments
 
 from .config import TokenSeekConfig
 from .errors import ConfigError, closest
+from .shipped import find_recipe
 
 
 class _Loader(yaml.SafeLoader):
     """YAML as in version 1.2: 1e-5 is a number, and no, yes, on, off ("save_strategy: no") and 10:20 ("rows: 10:20") are text."""
 
-    yaml_implicit_resolvers: typing.ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
@@ -146,7 +147,7 @@ class InspectionSettings:
 
 TRAINERS = ("trainer", "sft")
 # Settings of optional packages have no class here: their own classes check them when the run is built.
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "model": ModelSettings,
     "data": DataSettings,
     "tokenseek": TokenSeekConfig,
@@ -204,23 +205,18 @@ class Recipe:
         }
 
 
-def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Read a YAML recipe and apply command-line settings.
 
     Args:
+        path: of the file, or the name of a shipped recipe.
         overrides: `--section.key value`, `--section.key=value`, or `--key value` where only one section has the key.
             Values are YAML, so `1e-5` is a float and `{a: 1}` a mapping; a key of a mapping can be set by a further dot.
 
     Raises:
         ConfigError: no such file, invalid YAML, an unknown section or key, or a value of the wrong type.
     """
-    path = Path(path)
-    if not path.is_file() and path.suffix not in (".yaml", ".yml") and overrides:
-        raise ConfigError(
-            f"The recipe comes first, then settings: RECIPE.yaml --key value. Got {str(path)!r} as the recipe."
-        )
-    if not path.is_file():
-        raise ConfigError(f"The recipe {path} does not exist.{_recipes_nearby(path)}")
+    path = find_recipe(path, overrides)
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
     except yaml.YAMLError as error:
@@ -299,7 +295,7 @@ def tokenseek_settings(overrides: list[str]) -> TokenSeekConfig:
     return TokenSeekConfig.from_dict(settings)
 
 
-def parse_overrides(arguments: list[str]) -> list[tuple[str, str]]:
+def parse_overrides(arguments: list[str] | tuple[str, ...]) -> list[tuple[str, str]]:
     """Split `--key value` and `--key=value` pairs; a key without a value is "true"."""
     pairs, position = [], 0
     while position < len(arguments):
@@ -324,9 +320,9 @@ def _set(settings: dict, name: str, text: str) -> None:
     section, _, rest = name.partition(".")
     if section not in SECTIONS:
         first = name.partition(".")[0]
-        owners = [s for s in SECTIONS if first in _keys(s)]
+        owners = [s for s in SECTIONS if first in setting_names(s)]
         if not owners:
-            known = [key for s in SECTIONS for key in _keys(s)]
+            known = [key for s in SECTIONS for key in setting_names(s)]
             raise ConfigError(f"There is no setting {first!r}.{closest(first, known)}")
         if len(owners) > 1:
             raise ConfigError(f"{first!r} is ambiguous. Write {' or '.join(f'--{s}.{first}' for s in owners)}.")
@@ -344,15 +340,16 @@ def _set(settings: dict, name: str, text: str) -> None:
     settings[section][key] = value
 
 
-def _keys(section: str) -> list[str]:
+def setting_names(section: str) -> list[str]:
+    """The settings of a section; none for a section whose settings are another package's."""
     if SECTIONS[section] is None:
         return []
     return [f.name for f in dataclasses.fields(SECTIONS[section]) if f.init]
 
 
 def _check_key(section: str, key: str) -> None:
-    if SECTIONS[section] is not None and key not in _keys(section):
-        raise ConfigError(f"The section {section!r} has no setting {key!r}.{closest(key, _keys(section))}")
+    if SECTIONS[section] is not None and key not in setting_names(section):
+        raise ConfigError(f"The section {section!r} has no setting {key!r}.{closest(key, setting_names(section))}")
 
 
 def _parse(text: str, as_text: bool):
@@ -366,7 +363,7 @@ def _parse(text: str, as_text: bool):
 
 def _kinds(section: str, key: str) -> tuple[type, ...] | None:
     """The plain types that a setting takes; None if its annotation says more, or is another package's."""
-    if key not in _keys(section):
+    if key not in setting_names(section):
         return None
     annotation = typing.get_type_hints(SECTIONS[section])[key]
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
@@ -389,9 +386,3 @@ def _check_type(section: str, key: str, value) -> None:
 
 def _is_union(annotation) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _recipes_nearby(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("recipes")
-    found = sorted(p.name for p in folder.glob("*.yaml"))
-    return f" {folder} holds: {', '.join(found)}." if found else ""

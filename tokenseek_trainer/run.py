@@ -1,9 +1,12 @@
 """One training run, from a recipe to a checkpoint that plain transformers loads."""
 
+import dataclasses
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -13,7 +16,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
@@ -22,18 +25,28 @@ from .errors import ConfigError
 from .evaluation import EvaluationCallback
 from .inspect_callback import InspectCallback
 from .inspect_inputs import parse_rows
+from .interrupt import CheckpointOnInterrupt, Interrupted
 from .memory import MIB, peak_process_bytes
+from .memory_plan import plan_of_recipe
 from .metrics import metrics_function
+from .preflight import check_disk_space, check_output_folder, too_large
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
 
 
 SUMMARY_NAME = "run_summary.json"
+SMALL_MODEL = 2**26  # bytes of weights under which a comparison of memory says nothing
 
 
 def load_tokenizer(recipe: Recipe):
     """The tokenizer of the recipe's model; without a padding token it pads with eos."""
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.name)
+    except OSError as error:
+        raise ConfigError(
+            f"The model {recipe.model.name!r} is neither a folder with a model nor to be had from the hub "
+            f"({str(error).splitlines()[0]}). Set model.name; the head of the recipe says where its model comes from."
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -58,8 +71,8 @@ def load_model(recipe: Recipe):
     return model
 
 
-def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> list[dict] | None:
-    """The encoded rows of data.train or data.eval; None if the recipe has no such data."""
+def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> Any:
+    """The encoded rows of data.train or data.eval, a list of dicts; None if the recipe has no such data."""
     data = recipe.data
     source = recipe.resolve(getattr(data, which))
     if source is None:
@@ -87,20 +100,45 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
         resume: go on from the last checkpoint in output_dir.
     """
     checkpoint = _last_checkpoint(recipe.training["output_dir"]) if resume else None
+    check_output_folder(recipe.training["output_dir"])
     adapter = adapter_config(recipe)
     build = build_sft_trainer if recipe.trainer == "sft" else _build_trainer
-    trainer = build(recipe, adapter)
+    trainer: Any = build(recipe, adapter)
+    check_disk_space(trainer.model, recipe.training["output_dir"])
+    trainer.recipe = recipe.to_dict()
     _add_benchmarks(trainer, recipe)
     _add_inspection(trainer, recipe)
     evaluates = trainer.eval_dataset is not None
     before = trainer.evaluate() if evaluates else {}
     start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    _train(trainer, checkpoint)
     seconds = time.perf_counter() - start
     after = _last_evaluation(trainer) if evaluates else {}
+    trainer.ordinary_mib = _ordinary_mib(trainer, recipe)
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
+
+
+def _train(trainer, checkpoint: str | None) -> None:
+    """`trainer.train()`; Ctrl-C saves a checkpoint first, and says how to go on."""
+    try:
+        with CheckpointOnInterrupt() as callback:
+            trainer.add_callback(callback)
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt as error:
+        saved = _whole_checkpoints(trainer.args.output_dir)
+        done = str(error) or f"stopped at once in step {trainer.state.global_step + 1} of {trainer.state.max_steps}."
+        way = (
+            f"--resume goes on from {saved[-1]}" if saved else "There is no checkpoint yet (--save_steps N makes them)"
+        )
+        raise Interrupted(f"{done} {way}.") from None
+
+
+def _warn_if_too_large(recipe: Recipe, tokens: int | None = None) -> None:
+    text = too_large(recipe, tokens)
+    if text:
+        print(f"tokenseek: {text}", file=sys.stderr, flush=True)
 
 
 def _add_benchmarks(trainer, recipe: Recipe) -> None:
@@ -134,6 +172,7 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
     tokenizer = load_tokenizer(recipe)
     train_examples = load_examples(recipe, tokenizer, "train")
     eval_examples = load_examples(recipe, tokenizer, "eval")
+    _warn_if_too_large(recipe, max(len(example["input_ids"]) for example in train_examples))
     set_seed(args.seed)  # what is new in the model, a head or an adapter, is random
     model = load_model(recipe)
     if adapter is not None:
@@ -188,10 +227,12 @@ def build_sft_trainer(recipe: Recipe, adapter, given: dict[str, list[dict]] | No
             [sft_row(row, prompt=data.prompt, completion=data.completion, text=data.text) for row in loaded]
         )
 
+    train_rows = rows("train")
+    _warn_if_too_large(recipe)
     return TokenSeekSFTTrainer(
         model=load_model(recipe),
         args=SFTConfig(**settings),
-        train_dataset=rows("train"),
+        train_dataset=train_rows,
         eval_dataset=rows("eval"),
         processing_class=load_tokenizer(recipe),
         peft_config=adapter,
@@ -199,11 +240,26 @@ def build_sft_trainer(recipe: Recipe, adapter, given: dict[str, list[dict]] | No
     )
 
 
+def _whole_checkpoints(output_dir: str) -> list[str]:
+    """Folders of checkpoints by step, without those whose writing was cut short: the trainer's state is written last."""
+    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbered = sorted((int(folder.name.rsplit("-", 1)[1]), folder) for folder in folders if folder.name[-1:].isdigit())
+    return [str(folder) for _, folder in numbered if _is_json(folder / "trainer_state.json")]
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _last_checkpoint(output_dir: str) -> str:
-    checkpoint = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if checkpoint is None:
+    checkpoints = _whole_checkpoints(output_dir)
+    if not checkpoints:
         raise ConfigError(f"There is no checkpoint to resume from in {output_dir}.")
-    return checkpoint
+    return checkpoints[-1]
 
 
 def _last_evaluation(trainer) -> dict:
@@ -219,6 +275,21 @@ def _metrics(evaluation: dict) -> dict:
     other = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
     names = {name: name.removeprefix("eval_") for name in evaluation if name.startswith("eval_")}
     return {name: evaluation[key] for key, name in names.items() if name not in other}
+
+
+def _ordinary_mib(trainer, recipe: Recipe) -> float | None:
+    """What ordinary full fine-tuning would keep for the micro-batch that was measured; None for a toy, or if not to be had."""
+    measured = trainer._training_log.measured
+    if measured is None or not trainer.is_world_process_zero():
+        return None
+    if sum(p.nbytes for p in trainer.model.parameters()) < SMALL_MODEL:
+        return None
+    try:
+        plan = plan_of_recipe(recipe, tokens=measured[1])
+        plan = dataclasses.replace(plan, batch=measured[0], method="full", adapter=None, optim="sgd")
+        return plan.estimate("ordinary").saved / MIB
+    except Exception:  # the model is trained: nothing about its card may stop it from being saved
+        return None
 
 
 def _write_summary(trainer, recipe, before, after, seconds) -> dict:

@@ -32,14 +32,14 @@ def attention_received(
     """
     batch, n = real.shape
     chunk = max(1, CHUNK_ELEMENTS // (batch * n_heads * n))
-    received = None
+    received = torch.zeros(())
     for start in range(0, n, chunk):
         queries = torch.arange(start, min(start + chunk, n), device=real.device).expand(batch, -1)
         given = real[:, start : start + chunk]
         probabilities = weights_of(queries)
         probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         part = (probabilities.sum(1) * given[..., None]).sum(1) / n_heads
-        received = part if received is None else received + part
+        received = part if start == 0 else received + part
     return received.masked_fill(~real, 0)
 
 
@@ -68,7 +68,7 @@ def gradient_magnitude(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.abs().sum(-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
-def tokens_first(hidden: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+def tokens_first(hidden: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Hidden states as (B, n, width), None if they do not show `shape` = (B, n).
 
     A model with several residual streams passes on (B, n, streams, E) or (streams, B, n, E).
@@ -108,15 +108,21 @@ def combine(
         (B, n) float64. Padding has no meaningful score.
     """
     if config.scorer == "context":
-        return context.double()
+        return _needed(context, "context")
     if config.scorer == "gradient":
-        return gradient.double()
+        return _needed(gradient, "gradient")
     score = torch.zeros(instances.ids.shape, dtype=torch.float64, device=instances.ids.device)
     if config.alpha > 0:
-        score += config.alpha * context.double().clamp(min=torch.finfo(torch.float64).tiny).log()
+        score += config.alpha * _needed(context, "context").clamp(min=torch.finfo(torch.float64).tiny).log()
     if config.beta > 0:
-        score += config.beta * minmax(gradient.double(), instances)
+        score += config.beta * minmax(_needed(gradient, "gradient"), instances)
     return score
+
+
+def _needed(score: torch.Tensor | None, name: str) -> torch.Tensor:
+    if score is None:
+        raise ValueError(f"These settings need the {name} score, and it was not computed.")
+    return score.double()
 
 
 def importance(scores: torch.Tensor, instances: Instances, config: TokenSeekConfig) -> torch.Tensor:

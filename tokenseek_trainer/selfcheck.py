@@ -87,7 +87,7 @@ def probe(instances: Instances, most: int = 64) -> TokenSelection:
 
 
 @contextlib.contextmanager
-def _watching(session: TokenSeekSession, shape: tuple[int, int]):
+def _watching(session: TokenSeekSession, shape: tuple[int, ...]):
     """Collect the hidden states of `shape` tokens that enter the first block and leave every block; (*shape, E) each."""
     seen: list[torch.Tensor] = []
 

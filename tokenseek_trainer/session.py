@@ -81,12 +81,17 @@ class TokenSeekSession:
         self.records: dict[tuple[nn.Module, int], LayerRecord] = {}  # by module and call within its block
         self._calls: dict[nn.Module, int] = {}
         self._rules: list[MaskRule] = []
+        self._masks: RowMasks | None = None
+        self._positions: SelectedPositions | None = None
+        self._done: list[SelectedPositions] = []
+        self._statistics: TokenStatistics | None = None
+        self._head_input: torch.Tensor | None = None
         self._open = contextlib.ExitStack()
-        self._mode = None  # "seek", "ditch" or "head"
+        self._mode: str | None = None  # "seek", "ditch" or "head"
         self._hidden = None
         self._top = None  # a sequence classifier's last hidden states, from seek to ditch
         self._name = f"tokenseek_{id(self)}"
-        self.implementation = None  # the attention that the user chose, known inside the session
+        self.implementation: str | None = None  # the attention that the user chose, known inside the session
 
     # ---- entering and leaving ----
 
@@ -150,18 +155,19 @@ class TokenSeekSession:
         self.records.clear()
         self._calls.clear()
         self._entered: set[int] = set()
-        self._rules, self._rule_of_mask, self._masks = [], {}, RowMasks()
+        self._rules, self._masks = [], RowMasks()
+        self._rule_of_mask: dict[int | None, tuple] = {}
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
-        self._context_parts = []
+        self._context_parts: list[torch.Tensor] = []
         self._positions, self._is_last_part = None, True
         self._found = SeekResult(instances=instances)
         self._mode = "seek"
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(dropout_off(self.structure.outer))
-            self._leaf = None
+            self._leaf: torch.Tensor | None = None
             if self._score_gradient:
                 hook = self.structure.blocks[-1].register_forward_pre_hook(self._start_gradient, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -396,9 +402,9 @@ class TokenSeekSession:
                 self._score_gradient,
             )
             self._found.loss_sum = losses.sum()
-            if self._score_gradient:
+            if gradient is not None:
                 at_hidden[where] = gradient.to(hidden.dtype)
-        if self._score_gradient:
+        if self._leaf is not None:
             # Also when it is all zeros: with FSDP every rank must run the same backward.
             self._found.gradient = self._gradient_of(hidden, at_hidden)
 
@@ -477,7 +483,7 @@ class TokenSeekSession:
     def _enter_block(self, block, args) -> None:
         if self._mode != "seek":
             return
-        index = self.structure.block_index(block)
+        index = self.structure.blocks.index(block)
         if index in self._entered:
             raise UnsupportedModelError(
                 f"The {self.structure.model_type!r} model runs one block twice in a forward (shared blocks), which is not supported."

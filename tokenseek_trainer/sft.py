@@ -14,7 +14,7 @@ from .trainer import TokenSeekMixin
 
 
 try:
-    from trl import SFTTrainer
+    from trl import SFTConfig, SFTTrainer
 except ImportError as error:
     raise ImportError("TokenSeekSFTTrainer needs TRL: pip install 'tokenseek-trainer[sft]'") from error
 
@@ -36,6 +36,8 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
     Raises:
         UnsupportedModelError: a combination that cannot work; the message names it.
     """
+
+    args: SFTConfig
 
     def __init__(self, *args, **kwargs):
         given = kwargs.get("train_dataset", args[3] if len(args) > 3 else None)
@@ -96,6 +98,7 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
 
     def _fill_metrics(self, inputs: dict[str, Any]) -> None:
         """What SFTTrainer.compute_loss would have put into its metrics."""
+        assert self._token_statistics is not None  # _statistics has made them
         kept, gather = self._token_statistics, self.accelerator.gather_for_metrics
         device = inputs["input_ids"].device
         mask = inputs.get("attention_mask")
@@ -132,12 +135,12 @@ class TokenColumns:
             if missing:
                 raise InputError(f"Example {missing[0]} of the batch has no {name}, others have.")
             if name == "token_scores":
-                rows = [self._scores(example, i) for i, example in enumerate(examples)]
-                batch[name] = torch.tensor([row + [0.0] * (n - len(row)) for row in rows])
+                scores = [self._scores(example, i) for i, example in enumerate(examples)]
+                batch[name] = torch.tensor([row + [0.0] * (n - len(row)) for row in scores])
             else:
-                rows = [self._indices(example, i) for i, example in enumerate(examples)]
-                width = max(1, *map(len, rows))
-                batch[name] = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
+                indices = [self._indices(example, i) for i, example in enumerate(examples)]
+                width = max(1, *map(len, indices))
+                batch[name] = torch.tensor([row + [-1] * (width - len(row)) for row in indices])
         return batch
 
     def _was_cut(self, example) -> bool:

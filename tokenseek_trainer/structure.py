@@ -171,7 +171,7 @@ def _first_position(decoder: nn.Module) -> int:
     """RoBERTa and its kin begin after their padding index."""
     for module in decoder.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
-            return module.padding_idx + 1
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
     return 0
 
 
@@ -298,12 +298,13 @@ def context_blocks(config: TokenSeekConfig, structure: ModelStructure) -> set[in
         return {attending[-1]}
     if config.context_layers == "all":
         return set(attending)
-    bad = [i for i in config.context_layers if not -n <= i < n]
+    named = [int(i) for i in config.context_layers]
+    bad = [i for i in named if not -n <= i < n]
     if bad:
         raise UnsupportedModelError(f"context_layers names block {bad[0]}, but the model has blocks 0 to {n - 1}.")
-    without = [i for i in config.context_layers if i % n in structure.tokenwise_blocks]
+    without = [i for i in named if i % n in structure.tokenwise_blocks]
     if without:
         raise UnsupportedModelError(
             f"context_layers names block {without[0]}, which has no attention. Blocks with attention: {attending}."
         )
-    return {i % n for i in config.context_layers}
+    return {i % n for i in named}

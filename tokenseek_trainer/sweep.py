@@ -4,6 +4,7 @@ A folder of a sweep holds one folder per cell, with `cell.json` once it is finis
 which are made anew after every cell.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -12,8 +13,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
 from .evaluation import save_result
@@ -59,7 +62,8 @@ def grid(settings: list[str], seeds: list[int] | None = None, cases: dict[str, s
     Raises:
         ConfigError: two cells would be the same.
     """
-    fixed, axes = [], []
+    fixed: list[str] = []
+    axes: list[list[tuple[str, tuple[str, ...]]]] = []
     for key, text in parse_overrides(settings):
         points = text.split(",") if "," in text and not re.search(r"[\s\[\]{}]", text) else [text]
         if len(points) > 1:
@@ -69,11 +73,13 @@ def grid(settings: list[str], seeds: list[int] | None = None, cases: dict[str, s
     if cases:
         axes.insert(0, [(name, tuple(shlex.split(text))) for name, text in cases.items()])
     cells = []
-    for seed in seeds or [None]:
-        seeding = () if seed is None else ("--training.seed", str(seed), "--tokenseek.seed", str(seed))
-        for points in itertools.product(*axes):
-            group = ",".join(name for name, _ in points) or "recipe"
-            own = [argument for _, arguments in points for argument in arguments]
+    for seed in seeds or (None,):
+        seeding: tuple[str, ...] = (
+            () if seed is None else ("--training.seed", str(seed), "--tokenseek.seed", str(seed))
+        )
+        for combination in itertools.product(*axes):
+            group = ",".join(name for name, _ in combination) or "recipe"
+            own = [argument for _, arguments in combination for argument in arguments]
             cells.append(Cell(group, seed, (*fixed, *own, *seeding)))
     names = [cell.name for cell in cells]
     if len(set(names)) < len(names):
@@ -245,7 +251,7 @@ def spread(values: list[float]) -> tuple[float, float | None]:
 
 def table(records: list[dict]) -> str:
     """Mean ± standard deviation over seeds, one row per group of settings."""
-    columns = [
+    columns: list[tuple[str, Callable[[dict], Any], int]] = [
         ("held-out loss", lambda r: r["summary"]["held_out_loss_after"], 4),
         ("saved MiB", lambda r: r["summary"]["saved_mib"], 0),
         ("peak process MiB", lambda r: r["summary"]["peak_process_mib"], 0),
@@ -254,13 +260,7 @@ def table(records: list[dict]) -> str:
     ]
     evaluated = [record["evaluation"] for record in records if "evaluation" in record]
     for task in evaluated[0]["tasks"] if evaluated else ():
-        columns.append(
-            (
-                f"{task} %",
-                lambda r, task=task: r.get("evaluation", {"tasks": {}})["tasks"].get(task, {}).get("value"),
-                2,
-            )
-        )
+        columns.append((f"{task} %", functools.partial(_score, task), 2))
     if evaluated:
         columns.append(("average %", lambda r: r.get("evaluation", {}).get("average"), 2))
     columns = [column for column in columns if any(column[1](record) is not None for record in records)]
@@ -274,6 +274,10 @@ def table(records: list[dict]) -> str:
     if any(evaluation["limited"] for evaluation in evaluated):
         lines += ["", f"**Evaluation limited to {evaluated[0]['limit']} questions a task: not a result.**"]
     return "\n".join(lines)
+
+
+def _score(task: str, record: dict) -> float | None:
+    return record.get("evaluation", {"tasks": {}})["tasks"].get(task, {}).get("value")
 
 
 def _cell(values: list, digits: int) -> str:
@@ -327,7 +331,7 @@ def _draw_curves(axes, records) -> None:
         spreads = [spread(values) for values in losses]
         (line,) = axes.plot(steps, [mean for mean, _ in spreads], marker=".", label=name)
         if len(members) > 1:
-            low, high = ([mean + sign * deviation for mean, deviation in spreads] for sign in (-1, 1))
+            low, high = ([mean + sign * (deviation or 0) for mean, deviation in spreads] for sign in (-1, 1))
             axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
 
 

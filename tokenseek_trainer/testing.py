@@ -6,6 +6,7 @@ is detached. It shares no code with the product and has none of its memory savin
 
 import contextlib
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
     bert = {k: v for k, v in decoder.items() if k != "num_key_value_heads"}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     bert_no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    families = {
+    families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "llama": (t.LlamaForCausalLM, t.LlamaConfig, decoder),
         "mistral": (t.MistralForCausalLM, t.MistralConfig, {**decoder, "sliding_window": 4}),
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config, {**gpt2, **no_dropout, "bos_token_id": 0, "eos_token_id": 0}),
@@ -119,6 +120,7 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
     function sees each expert's tokens in an order of its own, and their number may happen to be B * n.
     """
     batch, n = keep.shape
+    base: nn.Module = model.base_model  # type: ignore[assignment]
 
     def detach(_module, _inputs, output):
         if not isinstance(output, torch.Tensor):
@@ -136,9 +138,7 @@ def ditched_tokens_detached(model: nn.Module, keep: torch.Tensor):
         return torch.where(where, output, output.detach())
 
     hooks = [
-        module.register_forward_hook(detach)
-        for module in model.base_model.modules()
-        if any(True for _ in module.parameters())
+        module.register_forward_hook(detach) for module in base.modules() if any(True for _ in module.parameters())
     ]
     try:
         yield

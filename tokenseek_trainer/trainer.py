@@ -6,7 +6,7 @@ Evaluation, prediction, saving and everything between two training steps are the
 import contextlib
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -20,6 +20,7 @@ from .config import CONFIG_NAME, TokenSeekConfig
 from .errors import ConfigError, InputError, UnsupportedModelError
 from .instances import Instances
 from .losses import TokenStatistics
+from .model_card import CardFacts, may_write, write_card
 from .objective import refuse_copying
 from .packing import warn_of_mixed_documents
 from .quantized import cpu_packing_off, undo_cpu_packing
@@ -35,7 +36,7 @@ from .training_log import StepClock, TrainingLog
 SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 
 
-class TokenSeekMixin:
+class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # mixed into Trainer or a subclass of it
     """Gives a transformers Trainer (or a subclass of it) training steps with token ditching.
 
     Args:
@@ -52,6 +53,10 @@ class TokenSeekMixin:
         kept/...: where the kept tokens lie, see `SelectionLog`; the shares by decile go to `state.log_history` only.
     """
 
+    # What the model card shows of a run by a recipe; see `CardFacts`.
+    recipe: dict[str, Any] | None = None
+    ordinary_mib: float | None = None
+
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
         self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
         if not isinstance(self.tokenseek, TokenSeekConfig):
@@ -61,7 +66,10 @@ class TokenSeekMixin:
             )
         self._session: TokenSeekSession | None = None
         self._checked = self._packing_checked = False
-        self._part, self._instances, self._parts = 0, None, None
+        self._part = 0
+        self._parts: list[TokenSelection] = []
+        self._instances: Any = None
+        self._token_statistics: TokenStatistics | None = None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
         self._refuse_other_objectives()
@@ -153,16 +161,16 @@ class TokenSeekMixin:
         if self._keeps_all(inputs):
             undo_cpu_packing(self.model)
             return super().training_step(model, inputs, *args, **kwargs)
-        loss, last = 0.0, self.tokenseek.parts - 1
+        losses, last = [], self.tokenseek.parts - 1
         with self._open_session(model) as self._session:
             try:
                 for self._part in range(last + 1):
                     # Gradients are exchanged between processes once, when they are complete.
                     with contextlib.nullcontext() if self._part == last else self.accelerator.no_sync(model):
-                        loss = loss + super().training_step(model, inputs, *args, **kwargs)
-                return loss
+                        losses.append(super().training_step(model, inputs, *args, **kwargs))
+                return torch.stack(losses).sum()
             finally:
-                self._session = self._instances = self._parts = None
+                self._session, self._instances, self._parts = None, None, []
 
     def compute_loss(
         self,
@@ -185,7 +193,8 @@ class TokenSeekMixin:
             stock = self._structure.with_own_positions({k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS})
             if model.training and self._structure.forward_accepts("use_cache"):
                 stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
-            with self._training_log.counting(self.model) if model.training else contextlib.nullcontext():
+            shape = _shape(inputs) if model.training else None
+            with self._training_log.counting(self.model, shape) if model.training else contextlib.nullcontext():
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:
                 loss = result[0] if return_outputs else result
@@ -206,12 +215,13 @@ class TokenSeekMixin:
                 f"The batch has no labels (it has: {', '.join(sorted(inputs))}). Give the data set a 'labels' column, or use "
                 "TokenSeekCollator, which makes them from input_ids."
             )
+        assert self._session is not None  # compute_loss has seen to that
         session, smoothing = self._session, self.args.label_smoothing_factor
         if self._part == 0:
             self._instances, selection = self._seek(inputs, num_items_in_batch)
             self._parts = selection.parts(self.tokenseek.parts)
             self._token_statistics = self._statistics()
-        with self._training_log.counting(self.model, self._part) as saved:
+        with self._training_log.counting(self.model, self._instances.ids.shape, self._part) as saved:
             if saved is not None:
                 saved.add(*session.recorded(), *session.carried())
             return session.ditch(
@@ -226,6 +236,7 @@ class TokenSeekMixin:
 
     def _seek(self, inputs: dict[str, Any], num_items_in_batch) -> tuple[Instances, TokenSelection]:
         """Run the seek pass and select."""
+        assert self._session is not None
         session, config = self._session, self.tokenseek
         instances = session.instances(inputs)
         if not (self._structure.shift or self._structure.loss_per_row) and self.state.global_step == 0:
@@ -401,10 +412,43 @@ class TokenSeekMixin:
         return os.path.join(folder, f"tokenseek_scores_{self.args.process_index}.pt")
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        folder = output_dir or self.args.output_dir
+        own_card = may_write(folder)  # asked first: PEFT writes a card of its own
         super()._save(output_dir, state_dict=state_dict)
-        path = os.path.join(output_dir or self.args.output_dir, CONFIG_NAME)
-        with open(path, "w") as file:
+        with open(os.path.join(folder, CONFIG_NAME), "w") as file:
             file.write(self.tokenseek.to_json())
+        if own_card:
+            self._write_card(folder, {})
+
+    def create_model_card(self, *args: Any, **metadata: Any) -> None:
+        """Write the card of output_dir, unless there is one of another hand.
+
+        Args:
+            metadata: of the stock `create_model_card`: model_name, license, language, tags and others, for the card's head. By
+                name: the Trainers that this is mixed into have them in different orders.
+        """
+        if args:
+            raise ConfigError("create_model_card takes named arguments only, such as model_name='...'.")
+        if may_write(self.args.output_dir):
+            self._write_card(self.args.output_dir, metadata)
+
+    def _write_card(self, folder: str, metadata: dict[str, Any]) -> None:
+        if self.is_world_process_zero():
+            facts = CardFacts(
+                self.tokenseek,
+                self.state.log_history,
+                self.state.global_step,
+                self._training_log.measured,
+                self.ordinary_mib,
+                self.recipe,
+                metadata,
+            )
+            write_card(folder, self._structure.outer, facts)
+
+
+def _shape(inputs: dict[str, Any]) -> tuple[int, int]:
+    tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    return tokens.shape[0], tokens.shape[1]
 
 
 class TokenSeekTrainer(TokenSeekMixin, Trainer):

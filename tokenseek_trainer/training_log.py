@@ -20,6 +20,8 @@ class TrainingLog:
         self.supervised_ever = None
         self._counts = True
         self.selection = SelectionLog()
+        # Rows, tokens and saved bytes of the last micro-batch that was counted.
+        self.measured: tuple[int, int, int] | None = None
         self._clear()
 
     def _clear(self):
@@ -34,10 +36,13 @@ class TrainingLog:
         self.timed_steps += 1
 
     @contextlib.contextmanager
-    def counting(self, model, part: int = 0):
+    def counting(self, model, shape, part: int = 0):
         """Count saved bytes inside, in the first micro-batch of the window; later ones are not slowed down.
 
         Of the parts of a micro-batch the one that keeps most counts.
+
+        Args:
+            shape: (B, n) of the micro-batch.
         """
         if part == 0:
             self._counts = self.saved_bytes is None
@@ -47,6 +52,7 @@ class TrainingLog:
         with SavedBytes(model) as saved:
             yield saved
         self.saved_bytes = max(self.saved_bytes or 0, saved.total)
+        self.measured = (*shape, self.saved_bytes)
 
     def add(self, instances, selection: TokenSelection, full_loss, accumulation) -> None:
         """A micro-batch of which the selection was kept; full_loss is its share of the optimizer step's."""
