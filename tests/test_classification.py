@@ -402,6 +402,8 @@ def test_logged_quantities(tmp_path):
     assert log["supervised_kept"] == 4  # the token of each row that the head reads
     assert log["loss"] == pytest.approx(log["full_loss"], rel=1e-6)  # exact at every ratio
     assert log["saved_mib"] > 0
+    whole, _ = trained(tmp_path, TokenSeekConfig(ratio=1.0), tiny_classifier("bert"), "SequenceClassification")
+    assert whole.state.log_history[0]["supervised_kept"] == 4
 
 
 def test_lora_trains_a_classifier(tmp_path):
