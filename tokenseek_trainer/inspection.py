@@ -230,6 +230,8 @@ def inspect_tokens(
 
 def describe(config: TokenSeekConfig, step: int) -> str:
     """The rule in a sentence."""
+    if config.ratio == 1.0:
+        return "keeps every token that a loss depends on: ordinary training"
     score = {
         "gradient": "the gradient score",
         "context": "the context score",
