@@ -302,7 +302,8 @@ def _inspect_row(session, tokenizer, batch, number) -> TokenRow:
 def _without_padding(instances: Instances) -> Instances:
     real = instances.ids[0] >= 0
     fields = {field.name: getattr(instances, field.name) for field in dataclasses.fields(instances)}
-    return Instances(**{name: (v[:, real] if v.ndim == 2 else v).cpu() for name, v in fields.items()})
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(instances, **{k: (v[:, real] if v.ndim == 2 else v).cpu() for k, v in tensors.items()})
 
 
 def _bin_shares(score: torch.Tensor) -> torch.Tensor:
