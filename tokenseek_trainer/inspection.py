@@ -230,6 +230,8 @@ def inspect_tokens(
 
 def describe(config: TokenSeekConfig, step: int) -> str:
     """The rule in a sentence."""
+    if config.ratio == 1.0:
+        return "keeps every token that a loss depends on: ordinary training"
     score = {
         "gradient": "the gradient score",
         "context": "the context score",
@@ -300,7 +302,8 @@ def _inspect_row(session, tokenizer, batch, number) -> TokenRow:
 def _without_padding(instances: Instances) -> Instances:
     real = instances.ids[0] >= 0
     fields = {field.name: getattr(instances, field.name) for field in dataclasses.fields(instances)}
-    return Instances(**{name: (v[:, real] if v.ndim == 2 else v).cpu() for name, v in fields.items()})
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(instances, **{k: (v[:, real] if v.ndim == 2 else v).cpu() for k, v in tensors.items()})
 
 
 def _bin_shares(score: torch.Tensor) -> torch.Tensor:
