@@ -335,7 +335,7 @@ def selfcheck() -> str:
     conditions = result["conditions"]
     lines += [
         "",
-        f"(`eval/selfcheck_cost.py`: {conditions['dtype']}, {conditions['optimizer']}, median of {conditions['repetitions']}; memory above "
+        f"(`eval/selfcheck_cost.py`: {conditions['dtype']}, {conditions['optimizer']}, median of {conditions['repetitions']}; processor time, memory above "
         f"weights and optimizer state; {result['hardware']['threads']} thread, {where_measured(result)}.)",
     ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_conformance import Float32AsFloat64, conformance, gradient_error, tiny_family_model
+from test_session import run_parts
 from torch import nn
 from transformers import AttentionInterface
 
@@ -12,7 +13,7 @@ from tokenseek_trainer.handwritten import AttentionProducts, mask_tables
 from tokenseek_trainer.selfcheck import self_check
 from tokenseek_trainer.session import TokenSeekSession
 from tokenseek_trainer.structure import inspect_model
-from tokenseek_trainer.testing import packed_batch, ragged_batch, tiny_model, without_cache
+from tokenseek_trainer.testing import packed_batch, ragged_batch, relative_error, tiny_model, without_cache
 
 
 CONFIG = TokenSeekConfig(scorer="context", context_layers=[0, -1])
@@ -230,3 +231,13 @@ def test_positions_of_the_wrong_tokens_are_caught(monkeypatch):
     monkeypatch.setattr("tokenseek_trainer.positions.OwnPositions.of_selected", first_positions)
     with pytest.raises(SelfCheckError, match="at the embeddings"):
         check(tiny_family_model("bart", torch.float64), ragged_batch((9, 12)))
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "openai-gpt"])
+def test_parts_of_the_ditch_pass_add_up(family):
+    model, batch, config = tiny_family_model(family, torch.float64), BATCHES["left"](), TokenSeekConfig(ratio=0.6)
+    with Float32AsFloat64():
+        loss, whole = run_parts(model, batch, config, 1)
+        parts_loss, found = run_parts(model, batch, config, 3)
+    assert abs(parts_loss - loss) < 1e-12 * abs(loss)
+    assert relative_error(found, whole) < 1e-12
