@@ -126,8 +126,11 @@ def _rule(request: Request) -> tuple[Recipe | None, str, TokenSeekConfig]:
 
 def _rows(request: Request, recipe: Recipe | None) -> tuple[int, list[dict], str]:
     """The number of the first row, the rows, and where they are from."""
-    source = request.data or recipe.resolve(recipe.data.train)
-    settings = {} if recipe is None else {"split": recipe.data.train_split, "exclude": recipe.data.exclude}
+    source = request.data if request.data or recipe is None else recipe.resolve(recipe.data.train)
+    assert source is not None  # without a recipe there are data
+    settings: dict[str, Any] = (
+        {} if recipe is None else {"split": recipe.data.train_split, "exclude": recipe.data.exclude}
+    )
     start, stop = parse_rows(request.rows or DEFAULT_ROWS)
     rows = load_rows(source, **settings)
     if start >= len(rows) or (request.rows is not None and stop > len(rows)):

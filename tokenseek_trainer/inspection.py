@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -303,7 +304,8 @@ def _without_padding(instances: Instances) -> Instances:
     real = instances.ids[0] >= 0
     fields = {field.name: getattr(instances, field.name) for field in dataclasses.fields(instances)}
     tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(instances, **{k: (v[:, real] if v.ndim == 2 else v).cpu() for k, v in tensors.items()})
+    shorter: dict[str, Any] = {k: (v[:, real] if v.ndim == 2 else v).cpu() for k, v in tensors.items()}
+    return dataclasses.replace(instances, **shorter)
 
 
 def _bin_shares(score: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def metrics_function(metrics: dict[str, dict | None]):
 
     def compute(prediction) -> dict[str, float]:
         classes = prediction.predictions.argmax(-1)
-        found = {}
+        found: dict[str, float] = {}
         for metric, options in loaded.values():
             found |= metric.compute(predictions=classes, references=prediction.label_ids, **options)
         return found

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -99,7 +100,7 @@ def _predicts_own_labels(lm: PreTrainedModel) -> bool:
             # eager attention: the mask of others depends on whether there is padding, which is a value
             twin = type(lm)._from_config(copy.deepcopy(lm.config), attn_implementation="eager").eval()
             labels = torch.ones(1, N_TOKENS, dtype=torch.long)
-            inputs = {"input_ids": torch.ones_like(labels), "labels": labels}
+            inputs: dict[str, Any] = {"input_ids": torch.ones_like(labels), "labels": labels}
             for name, value in (("use_cache", False), ("attention_mask", torch.ones_like(labels))):
                 if name in inspect.signature(type(lm).forward).parameters:
                     inputs[name] = value

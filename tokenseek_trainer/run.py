@@ -58,12 +58,14 @@ def load_model(recipe: Recipe):
     dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"model.dtype must be auto, float32, bfloat16 or float16, got {settings.dtype!r}.")
-    kwargs = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    kwargs: dict[str, Any] = (
+        {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    )
     if recipe.quantization:
         kwargs["quantization_config"] = quantization_config(recipe)
     if settings.task == "causal-lm":
         return AutoModelForCausalLM.from_pretrained(settings.name, dtype=dtype, **kwargs)
-    names = dict(enumerate(map(str, recipe.data.labels)))
+    names = dict(enumerate(map(str, recipe.data.labels or ())))
     kwargs |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     model = AutoModelForSequenceClassification.from_pretrained(settings.name, dtype=dtype, **kwargs)
     if model.config.get_text_config().pad_token_id is None:  # a decoder finds a row's last token by it
@@ -80,7 +82,7 @@ def load_examples(recipe: Recipe, tokenizer, which: str = "train") -> Any:
     rows = load_rows(source, getattr(data, f"{which}_split"), getattr(data, f"{which}_rows"), data.exclude)
     if recipe.model.task == "sequence-classification":
         return encode_classified(
-            rows, tokenizer, text=data.text, label=data.label, labels=data.labels, max_length=data.max_length
+            rows, tokenizer, text=data.text, label=data.label, labels=data.labels or [], max_length=data.max_length
         )
     return encode_rows(
         rows,
@@ -192,7 +194,7 @@ def _build_trainer(recipe: Recipe, adapter) -> TokenSeekTrainer:
             labels_per_row=recipe.model.task == "sequence-classification",
         ),
         compute_metrics=metrics_function(
-            {recipe.resolve(name): options for name, options in (recipe.evaluation.metrics or {}).items()}
+            {str(recipe.resolve(name)): options for name, options in (recipe.evaluation.metrics or {}).items()}
         ),
         tokenseek=recipe.tokenseek,
     )

@@ -31,6 +31,7 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
     """
     with _watching(session, instances.ids.shape) as ordinary:
         found = session.seek(inputs, instances, scoring=False)
+    assert found.instances is not None  # of a seek pass
     instances = found.instances
     selection = probe(instances)
     if not selection.mask.any():
@@ -60,10 +61,10 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
             torch.float32
         )  # in which transformers' eager functions take the softmax, whatever the model's dtype
     tolerance = max(map(_tolerance, dtypes))
-    error = _compare(session.structure.model_type, ordinary, ditched, tolerance)
+    greatest = _compare(session.structure.model_type, ordinary, ditched, tolerance)
     if instances.per_row and found.loss_sum is not None:
         _compare_losses(session.structure.model_type, found.loss_sum / len(instances.ids), loss, tolerance)
-    return error
+    return greatest
 
 
 def probe(instances: Instances, most: int = 64) -> TokenSelection:

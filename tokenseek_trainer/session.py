@@ -410,6 +410,7 @@ class TokenSeekSession:
 
     def _gradient_of(self, output, at_output) -> torch.Tensor:
         """Gradient score (B, n): the magnitude at the last block's input of the gradient `at_output` at `output`."""
+        assert self._leaf is not None
         (at_leaf,) = torch.autograd.grad(output, self._leaf, at_output)
         at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
         if at_tokens is None:

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
@@ -140,9 +141,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         decoder=decoder,
         blocks=blocks,
         shift=shifts_labels(lm),
-        vocab_size=lm.config.num_labels
-        if lm.loss_function is ForTokenClassification
-        else lm.config.get_text_config().vocab_size,
+        vocab_size=_width(lm),
         loss_per_row=lm.loss_function is ForSequenceClassificationLoss,
         loss_counts_items=lm.loss_function in (ForCausalLMLoss, ForMaskedLMLoss) and uses_loss_function(lm),
         attention_by_hand=_attention_by_hand(blocks),
@@ -175,12 +174,18 @@ def _first_position(decoder: nn.Module) -> int:
     return 0
 
 
+def _width(lm: PreTrainedModel) -> int:
+    config: Any = lm.config
+    classifies = lm.loss_function is ForTokenClassification
+    return config.num_labels if classifies else config.get_text_config().vocab_size
+
+
 def _attention_by_hand(blocks: tuple[nn.Module, ...]) -> dict[nn.Module, str | None]:
     """The innermost modules that take a cache, if their model file does not know transformers' attention interface.
 
     Where none takes a cache, those that are attention by the name of their class. The self-check proves that they are.
     """
-    takes = {}
+    takes: dict[nn.Module, str | None] = {}
     for module in (m for block in blocks for m in block.modules()):
         names = [name for name in CACHE_ARGUMENTS if _accepts(module, name)]
         if names:

@@ -37,6 +37,7 @@ def add_token_columns(
             batch = {name: tensor.to(device) for name, tensor in collator(part).items()}
             instances = session.instances(batch)
             found = session.seek(batch, instances)
+            assert found.instances is not None  # of a seek pass
             instances = found.instances
             scores = found.scores(instances, config, step=0)
             if column == "token_scores":

@@ -257,6 +257,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             scoring=given is None and scores is None,
             label_smoothing=self.args.label_smoothing_factor,
         )
+        assert found.instances is not None  # of a seek pass
         instances = found.instances
         if not self._packing_checked and instances.count > len(instances.ids):
             self._packing_checked = True
