@@ -136,7 +136,7 @@ def test_by_position_and_overlap():
     assert report.overlap() == pytest.approx(1 / 3)
 
 
-def test_masked_language_models_and_models_without_visible_attention():
+def test_masked_language_models_and_models_without_visible_attention(monkeypatch):
     row = example(12, 4)
     (found,) = inspect_tokens(tiny_model("bert"), tiny_tokenizer(), [row]).rows
     assert found.supervised.tolist() == found.response.tolist() == [i >= 4 for i in range(12)]
@@ -145,6 +145,12 @@ def test_masked_language_models_and_models_without_visible_attention():
 
     config = transformers.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)
     bloom = transformers.BloomForCausalLM(config)
+    assert inspect_tokens(bloom, tiny_tokenizer(), [row]).rows[0].context is not None
+
+    def refuse(self, weights):
+        raise UnsupportedModelError("it cannot be scored")
+
+    monkeypatch.setattr("tokenseek_trainer.session.TokenSeekSession._score_handwritten", refuse)
     report = inspect_tokens(bloom, tiny_tokenizer(), [row])
     assert report.rows[0].context is None and report.overlap() is None and list(report.by_position()) == ["gradient"]
     assert '"context":null' in report.to_html() and "gradient" in report.to_terminal()

@@ -18,7 +18,7 @@ from torch import nn
 
 from .collator import TOKEN_COLUMNS, TokenSeekCollator
 from .config import TokenSeekConfig
-from .errors import InputError
+from .errors import InputError, UnsupportedModelError
 from .evaluation import same_random_numbers_after
 from .inspect_terminal import has_color, row_text
 from .instances import Instances
@@ -26,7 +26,6 @@ from .quantized import cpu_packing_off
 from .scoring import SeekResult
 from .selection import candidates, select
 from .session import TokenSeekSession
-from .structure import inspect_model
 
 
 TEMPLATE = Path(__file__).with_name("inspect_page.html")
@@ -213,18 +212,28 @@ def inspect_tokens(
     collator = collator or TokenSeekCollator(pad_token_id=getattr(tokenizer, "pad_token_id", None))
     numbers = list(range(len(rows))) if numbers is None else numbers
     device = next(model.parameters()).device
+    with same_random_numbers_after():  # a collator may mask at random
+        batches = [
+            collator([{name: values for name, values in row.items() if name not in TOKEN_COLUMNS}]) for row in rows
+        ]
+        batches = [{k: v.to(device) for k, v in batch.items() if isinstance(v, torch.Tensor)} for batch in batches]
+
+    def seek(scoring: TokenSeekConfig) -> list[TokenRow]:
+        found = []
+        with cpu_packing_off(model), TokenSeekSession(model, scoring) as session:
+            for number, batch in zip(numbers, batches, strict=True):
+                found.append(_inspect_row(session, tokenizer, batch, number))
+                session.records.clear()
+        return found
+
     both = dataclasses.replace(config, scorer="tokenseek", alpha=1.0, beta=1.0)
-    structure = inspect_model(model)
-    if structure.attention_by_hand and not config.needs_context:
-        both = dataclasses.replace(both, scorer="gradient")  # such a model does not show its attention
-    session = TokenSeekSession(model, both, structure)
-    found = []
-    with same_random_numbers_after(), cpu_packing_off(model), session:
-        for number, row in zip(numbers, rows, strict=True):
-            batch = collator([{name: values for name, values in row.items() if name not in TOKEN_COLUMNS}])
-            batch = {name: v.to(device) for name, v in batch.items() if isinstance(v, torch.Tensor)}
-            found.append(_inspect_row(session, tokenizer, batch, number))
-            session.records.clear()
+    with same_random_numbers_after():
+        try:
+            found = seek(both)
+        except UnsupportedModelError:
+            if config.needs_context:
+                raise
+            found = seek(dataclasses.replace(both, scorer="gradient"))  # the model does not show its attention
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     return TokenReport(found, config, name, source, step)
 
