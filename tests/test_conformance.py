@@ -11,9 +11,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tokenseek_trainer import TokenSeekConfig, TokenSeekTrainer, attention
 from tokenseek_trainer.collator import TokenSeekCollator
+from tokenseek_trainer.errors import UnsupportedModelError
 from tokenseek_trainer.selfcheck import self_check
 from tokenseek_trainer.session import TokenSeekSession
-from tokenseek_trainer.structure import inspect_model
+from tokenseek_trainer.structure import context_blocks, inspect_model
 from tokenseek_trainer.testing import ragged_batch, tiny_model
 
 
@@ -30,7 +31,7 @@ from conformance import (  # noqa: E402
     gradient_error,
     stock_logits,
 )
-from tiny_configs import tiny_config, tiny_family_model  # noqa: E402
+from tiny_configs import ATTENTION_ONLY, tiny_config, tiny_family_model  # noqa: E402
 
 
 SAMPLE = (
@@ -73,8 +74,22 @@ def test_masks_of_other_models_are_left_alone_and_the_mask_function_is_put_back(
     assert ALL_MASK_ATTENTION_FUNCTIONS._local_mapping == before
 
 
-def test_a_hybrid_family_is_exact_where_its_model_has_attention_only():
-    assert check_family("granitemoehybrid", layer_types=["attention"] * 4)["outcome"] == "exact"
+@pytest.mark.parametrize("family", ["granitemoehybrid", "nemotron_h"])
+def test_a_hybrid_family_is_exact_where_its_model_has_attention_only(family):
+    """Nemotron-H then ends with a block that has no attention: the context score is that of the last one that has."""
+    assert check_family(family, **ATTENTION_ONLY[family])["outcome"] == "exact"
+
+
+def test_the_context_score_of_a_block_without_attention_is_refused():
+    model = tiny_family_model("nemotron_h", torch.float64, **ATTENTION_ONLY["nemotron_h"])
+    structure = inspect_model(model)
+    assert structure.tokenwise_blocks == {1, 3}
+    assert context_blocks(TokenSeekConfig.paper(), structure) == {2}
+    assert context_blocks(TokenSeekConfig.paper(context_layers="all"), structure) == {0, 2}
+    with pytest.raises(
+        UnsupportedModelError, match=r"names block -1, which has no attention. Blocks with attention: \[0, 2\]"
+    ):
+        context_blocks(TokenSeekConfig.paper(context_layers=[0, -1]), structure)
 
 
 @pytest.mark.parametrize(
