@@ -131,7 +131,7 @@ def test_no_step_waits_for_the_device(name):
     config = TokenSeekConfig(ratio=0.4)
     instances, scores, selection = case(BATCHES[name], config)
     on_meta = [
-        type(x)(**{f.name: getattr(x, f.name).to("meta") for f in dataclasses.fields(x)})
+        dataclasses.replace(x, **{k: v.to("meta") for k, v in vars(x).items() if isinstance(v, torch.Tensor)})
         for x in (instances, selection)
     ]
     assert [type(x) for x in on_meta] == [Instances, TokenSelection]

@@ -34,14 +34,14 @@ def shifts_labels(lm: PreTrainedModel) -> bool:
         UnsupportedModelError: the model trains on something else.
     """
     name = f"{type(lm).__name__} (model type {lm.config.model_type!r})"
-    if "labels" not in inspect.signature(type(lm).forward).parameters:
-        raise UnsupportedModelError(
-            f"{name} takes no labels and computes no loss, so there is nothing to train it on."
-        )
     if lm.loss_function not in (ForCausalLMLoss, *OWN_LABELS):
         raise UnsupportedModelError(
             f"{name} trains with {getattr(lm.loss_function, '__name__', lm.loss_function)}; supported are causal and "
             "masked language modelling, sequence classification and token classification."
+        )
+    if not any("labels" in inspect.signature(forward).parameters for forward in _forwards(lm)):
+        raise UnsupportedModelError(
+            f"{name} takes no labels and computes no loss, so there is nothing to train it on."
         )
     if lm.loss_function in OWN_LABELS:
         return False
@@ -68,9 +68,13 @@ def refuse_copying(inputs: dict, instances: Instances, lm: PreTrainedModel) -> N
 
 
 def uses_loss_function(lm: PreTrainedModel) -> bool:
-    """Whether a forward of the model's class or of its bases, to which it may pass on, names transformers' loss function."""
-    forwards = (inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__)
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
+    """Whether a forward of the model names transformers' loss function."""
+    return any("loss_function" in f.__code__.co_names for f in _forwards(lm) if hasattr(f, "__code__"))
+
+
+def _forwards(lm: PreTrainedModel) -> list[Callable]:
+    """The forwards of the model's class and of its bases, to which it may pass on."""
+    return [inspect.unwrap(cls.__dict__["forward"]) for cls in type(lm).__mro__ if "forward" in cls.__dict__]
 
 
 class _CrossEntropies(TorchFunctionMode):
