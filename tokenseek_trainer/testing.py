@@ -160,9 +160,10 @@ def oracle_loss(model: nn.Module, batch: dict, keep: torch.Tensor, weights: torc
 
 
 def without_cache(model: nn.Module) -> dict:
-    """The argument that switches a decoder's cache off; encoders have none."""
-    takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
-    return {"use_cache": False} if takes_cache else {}
+    """The argument that switches a decoder's cache off, which some models only pass on; encoders have none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    forwards = [inspect.signature(type(module).forward).parameters for module in (model, model.base_model, decoder)]
+    return {"use_cache": False} if any("use_cache" in parameters for parameters in forwards) else {}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
