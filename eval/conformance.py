@@ -205,7 +205,7 @@ def told_of_mixing(model, batch: dict) -> bool:
     """Whether a user would be warned that packed documents attend to each other."""
     with TokenSeekSession(model, SELECTIONS["default"]) as session:
         session.seek(batch, session.instances(batch), scoring=False)
-        return session.mixes_documents()
+        return session.attention.mixes_documents()
 
 
 @torch.no_grad()

@@ -171,7 +171,7 @@ class Case:
                         loss = self.model(**self.batch, use_cache=False, **self.forward_options).loss
                     else:
                         if counts:
-                            saved.add(*session.recorded(), *session.carried())
+                            saved.add(*session.recorded())
                         loss = session.ditch(self.batch, instances, to_come[i], to_come=to_come[i + 1 :])
                 if counts:
                     self.saved = max(self.saved, saved.total)

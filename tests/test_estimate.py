@@ -45,7 +45,7 @@ def real_step(model, config):
             parts, most = selection.parts(config.parts), 0
             for i, part in enumerate(parts):
                 with SavedBytes(model) as saved:
-                    saved.add(*session.recorded(), *session.carried())
+                    saved.add(*session.recorded())
                     loss = session.ditch(batch, instances, part, to_come=parts[i + 1 :])
                 loss.backward()
                 most = max(most, saved.total)

@@ -424,5 +424,5 @@ def run_parts(model, data, config, count):
             loss = session.ditch(data, instances, part, to_come=parts[i + 1 :])
             loss.backward()
             total += loss.detach()
-        assert not session.records and not session.carried()
+        assert not session.recorded()
     return total, gradients(model)

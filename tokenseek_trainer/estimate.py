@@ -267,7 +267,7 @@ def _tokenseek_step(model, live, casting, tokens, batch, config):
         while to_come:
             part, to_come = to_come[0], to_come[1:]
             with SavedBytes(model) as saved, casting:
-                saved.add(*passes.recorded(), *passes.carried())
+                saved.add(*passes.recorded())
                 loss = passes.ditch({"input_ids": ids}, instances, part, to_come=to_come)
             saved_bytes = max(saved_bytes, saved.total)
             phases = _backward(loss, live, phases, f" of the part before {len(to_come)} others")

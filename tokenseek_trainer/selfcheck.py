@@ -56,7 +56,7 @@ def self_check(session: TokenSeekSession, inputs: dict, instances: Instances) ->
     ordinary = [selection.gather(hidden)[selection.mask] for hidden in ordinary]
     ditched = [hidden[selection.mask] for hidden in ditched]
     dtypes |= {hidden.dtype for hidden in ordinary}
-    if session.implementation == "eager":
+    if session.attention.implementation == "eager":
         dtypes.add(
             torch.float32
         )  # in which transformers' eager functions take the softmax, whatever the model's dtype

@@ -14,39 +14,24 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import (
-    DenseMask,
-    LayerCache,
-    LayerRecord,
-    MaskRule,
-    RowMasks,
-    SelectedPositions,
-    attend_selected,
-    attention_weights,
-    eager_function,
-)
 from .classification import classify, positions_read, put_back
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
-from .handwritten import AttentionProducts, mask_tables, table_replaced
 from .instances import Instances, find_instances
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
-from .packing import mixes_documents
 from .patching import (
-    attention_replaced,
     depends_on_length,
     dropout_off,
     forward_replaced,
-    masks_replaced,
     neftune_scaled,
 )
 from .positions import OwnPositions
 from .quantized import undo_cpu_packing
-from .scoring import SeekResult, attention_received, gradient_magnitude, tokens_first
+from .recorder import AttentionRecorder
+from .scoring import SeekResult, gradient_magnitude, tokens_first
 from .selection import TokenSelection
-from .structure import ModelStructure, context_blocks, inspect_model, uses_checkpointing
+from .structure import ModelStructure, context_blocks, inspect_model
 
 
 NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
@@ -77,40 +62,24 @@ class TokenSeekSession:
         self.model = model
         self.config = config
         self.structure = structure or inspect_model(model)
-        self.context_blocks = context_blocks(config, self.structure)
-        self.records: dict[tuple[nn.Module, int], LayerRecord] = {}  # by module and call within its block
-        self._calls: dict[nn.Module, int] = {}
-        self._rules: list[MaskRule] = []
-        self._masks: RowMasks | None = None
-        self._positions: SelectedPositions | None = None
-        self._done: list[SelectedPositions] = []
+        self.attention = AttentionRecorder(self.structure, config.kv_store, context_blocks(config, self.structure))
+        self.records = self.attention.records
         self._statistics: TokenStatistics | None = None
         self._head_input: torch.Tensor | None = None
         self._open = contextlib.ExitStack()
         self._mode: str | None = None  # "seek", "ditch" or "head"
         self._hidden = None
         self._top = None  # a sequence classifier's last hidden states, from seek to ditch
-        self._name = f"tokenseek_{id(self)}"
-        self.implementation: str | None = None  # the attention that the user chose, known inside the session
 
     # ---- entering and leaving ----
 
     def __enter__(self) -> "TokenSeekSession":
-        lm, decoder, outer = self.structure.lm, self.structure.decoder, self.structure.outer
-        self._uses = 2 if uses_checkpointing(lm) else 1
-        undo_cpu_packing(lm)
+        decoder, outer = self.structure.decoder, self.structure.outer
+        undo_cpu_packing(self.structure.lm)
         with contextlib.ExitStack() as stack:
-            if self.structure.attention_by_hand:
-                self.implementation = stack.enter_context(masks_replaced(lm, decoder, self._mask))
-                self._watch_handwritten(stack)
-            else:
-                self.implementation = stack.enter_context(
-                    attention_replaced(lm, decoder, self._name, self._attention, self._mask)
-                )
+            self.attention.attach(stack)
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
-            for block in self.structure.blocks:
-                stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
             for module in decoder.modules():
                 if depends_on_length(module):
                     stack.enter_context(forward_replaced(module, functools.partial(self._run_rotary, module.forward)))
@@ -122,8 +91,8 @@ class TokenSeekSession:
 
     def __exit__(self, *exception) -> None:
         self._open.close()
-        self.records.clear()
-        self._rules, self._masks, self._mode, self._top = [], None, None, None
+        self.attention.clear()
+        self._mode, self._top = None, None
 
     # ---- the passes ----
 
@@ -152,18 +121,12 @@ class TokenSeekSession:
             inputs: the model's inputs; labels (but those of sequence classification) and token columns are ignored.
             scoring: False if the selection is known already, so that only keys and values are wanted.
         """
-        self.records.clear()
-        self._calls.clear()
-        self._entered: set[int] = set()
-        self._rules, self._masks = [], RowMasks()
-        self._rule_of_mask: dict[int | None, tuple] = {}
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, None
         self._score_context = scoring and self.config.needs_context
         self._score_gradient = scoring and self.config.needs_gradient
-        self._context_parts: list[torch.Tensor] = []
-        self._positions, self._is_last_part = None, True
         self._found = SeekResult(instances=instances)
         self._mode = "seek"
+        self.attention.start_seek(instances, self._score_context)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(dropout_off(self.structure.outer))
@@ -175,11 +138,8 @@ class TokenSeekSession:
                 stack.callback(self.structure.blocks[-1].register_forward_hook(self._start_head).remove)
             self.model(**self._inputs(inputs, instances))
             self._leaf = None
-        self._check_all_recorded()
-        if self._score_context:
-            self._found.context = torch.stack(self._context_parts).mean(0)
+        self._found.context = self.attention.end_seek()
         self._mode = None
-        self._rule_of_mask.clear()  # it holds the (n, n) masks of the seek pass
         return self._found
 
     def ditch(
@@ -217,7 +177,8 @@ class TokenSeekSession:
         self._n_items = num_items_in_batch
         self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, statistics
-        self._start_ditch(selection, to_come)
+        self._selection, self._mode = selection, "ditch"
+        self.attention.start_ditch(instances, selection, to_come)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
             inputs = self._inputs(inputs, instances)
             if not self.structure.loss_per_row:  # a classifier's head sees all tokens, its decoder the selected ones
@@ -225,21 +186,12 @@ class TokenSeekSession:
             return self.model(**inputs)["loss"]
 
     def recorded(self) -> list[torch.Tensor]:
-        """The keys and values that the last seek left, (B, G, n, D) each. The ditch pass lets go of them as it uses them.
+        """What stays between the passes: keys and values (B, G, n, D), and gradients that wait for the parts to come.
 
-        Of a sequence classifier also the last hidden states (B, n, E).
+        Of a sequence classifier also the last hidden states (B, n, E). The ditch pass lets go of them as it uses them.
         """
-        tensors = [tensor for record in self.records.values() for tensor in (record.key, record.value)]
+        tensors = self.attention.recorded()
         return tensors if self._top is None else [*tensors, self._top]
-
-    def carried(self) -> list[torch.Tensor]:
-        """The gradients that wait for the parts to come."""
-        both = [carried.values for record in self.records.values() for carried in (record.at_key, record.at_value)]
-        return [values for values in both if values is not None]
-
-    def mixes_documents(self) -> bool:
-        """Whether the masks of the last seek let packed documents of a row attend to each other."""
-        return mixes_documents(self._rules, self._instances)
 
     # ---- what the model calls ----
 
@@ -293,7 +245,7 @@ class TokenSeekSession:
         if self._mode == "ditch" and self.structure.loss_per_row:
             output = self._decoder_forward(**self._selected(_by_name(self.structure.decoder, args, kwargs)))
             top, self._top = self._top, None
-            return _with_hidden(output, put_back(output[0], top, self._positions))
+            return _with_hidden(output, put_back(output[0], top, self.attention.positions))
         if self._mode == "seek":
             with torch.no_grad():  # ends the grad mode that the last block may have switched on
                 output = self._decoder_forward(*args, **kwargs)
@@ -318,65 +270,6 @@ class TokenSeekSession:
         if self._mode == "ditch":
             return positions.of_selected(self._selection)
         return positions.of_all(*args, **kwargs)
-
-    def _watch_handwritten(self, stack: contextlib.ExitStack) -> None:
-        """Give every attention that is written out in the model file a cache, in which its keys and values show.
-
-        They and its probabilities show in its products too. A mask table of its own gives the rows of the selected tokens.
-        """
-        for module, argument in self.structure.attention_by_hand.items():
-            if argument is not None:
-                cache = LayerCache(functools.partial(self._keys_and_values, module))
-                hook = functools.partial(_with_argument, argument, cache)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            run = functools.partial(self._run_handwritten, module, module.forward, argument is None)
-            stack.enter_context(forward_replaced(module, run))
-            for name in mask_tables(module):
-                stack.enter_context(table_replaced(module, name, self._selected_now))
-
-    def _selected_now(self):
-        return (self._selection.indices, self._n_tokens) if self._mode == "ditch" else None
-
-    def _run_handwritten(self, module, forward, has_no_cache, *args, **kwargs):
-        """Stands for the forward of an attention that is written out."""
-        scored = (
-            self._mode == "seek" and self._score_context and self.structure.block_index(module) in self.context_blocks
-        )
-        if self._mode == "ditch" and has_no_cache:
-            record = self._take_record(module)
-            put = (
-                functools.partial(self._positions.splice, store=store, carried=carried)
-                for store, carried in ((record.key, record.at_key), (record.value, record.at_value))
-            )
-            with AttentionProducts(*self._selection.indices.shape, *put):
-                return forward(*args, **kwargs)
-        if not (scored or (self._mode == "seek" and has_no_cache)):
-            return forward(*args, **kwargs)
-        with AttentionProducts(*self._instances.ids.shape) as seen:
-            output = forward(*args, **kwargs)
-        if has_no_cache and seen.value is not None:
-            self._record(module, seen.key, seen.value)
-        if scored:
-            self._score_handwritten(seen.weights)
-        return output
-
-    @torch.no_grad()
-    def _score_handwritten(self, weights: list) -> None:
-        if len(weights) != 1:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model does not call transformers' attention interface, and forms {len(weights)} "
-                "softmaxes of all tokens in one attention, so it cannot be scored. Use scorer='gradient'."
-            )
-        n_heads = weights[0](torch.zeros_like(self._instances.ids[:, :1])).shape[1]
-        self._context_parts.append(attention_received(weights[0], self._instances.ids >= 0, n_heads))
-
-    def _keys_and_values(self, module, key, value):
-        """Record (B, G, n, D) keys and values, or write those of the selected tokens into the recorded ones."""
-        if self._mode == "ditch":
-            return self._splice(module, key, value)
-        if self._mode == "seek":
-            self._record(module, key, value)
-        return key, value
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
@@ -448,134 +341,7 @@ class TokenSeekSession:
             self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing, statistics
         )
 
-    def _attention(self, module, query, key, value, attention_mask, **kwargs):
-        """The registered attention function."""
-        if self._mode == "ditch":
-            return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
-        if self._mode == "seek":
-            self._record(module, key, value)
-            if self._score_context and self.structure.block_index(module) in self.context_blocks:
-                self._score(module, query, key, value, attention_mask, **kwargs)
-        base = eager_function(module) if self.implementation == "eager" else AttentionInterface()[self.implementation]
-        return base(module, query, key, value, attention_mask, **kwargs)
-
-    def _record(self, module, key, value):
-        n = self._instances.ids.shape[1]
-        if key.ndim != 4 or key.shape[2] != n or value.shape[2] != n:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model attends to keys of shape {tuple(key.shape)}, not to one of every "
-                "token, so they cannot be recorded."
-            )
-        self.records[self._call_of(module)] = LayerRecord.of(key, value, self.config.kv_store)
-
-    def _splice(self, module, key, value):
-        record, positions = self._take_record(module), self._positions
-        return positions.splice(key, record.key, record.at_key), positions.splice(value, record.value, record.at_value)
-
-    def _take_record(self, module) -> LayerRecord:
-        call = self._call_of(module)
-        record = self.records[call]
-        record.uses += 1
-        if record.uses == self._uses and self._is_last_part:
-            # From here only autograd holds it, and frees it when the backward has passed the block.
-            del self.records[call]
-        return record
-
-    def _enter_block(self, block, args) -> None:
-        if self._mode != "seek":
-            return
-        index = self.structure.blocks.index(block)
-        if index in self._entered:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model runs one block twice in a forward (shared blocks), which is not supported."
-            )
-        self._entered.add(index)
-
-    def _call_of(self, module) -> tuple[nn.Module, int]:
-        """A module may attend several times in one run of its block (DiffLlama).
-
-        The calls come in the same order in the ditch pass, and again where a checkpointed block is recomputed.
-        """
-        call = self._calls.get(module, 0)
-        if self._mode == "ditch" and (module, call) not in self.records:
-            call = 0
-        self._calls[module] = call + 1
-        return module, call
-
-    @torch.no_grad()
-    def _score(self, module, query, key, value, attention_mask, **kwargs):
-        rule = self._rule_of(attention_mask)
-        kwargs.pop("dropout", None)
-        received = attention_received(
-            lambda queries: attention_weights(module, _at(query, queries), key, value, rule.rows(queries), **kwargs),
-            self._instances.ids >= 0,
-            query.shape[1],
-        )
-        self._context_parts.append(received)
-
-    def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
-        if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
-            raise UnsupportedModelError(
-                f"The {self.structure.model_type!r} model gives its attention another mask than that of transformers' mask "
-                "interface, so the rows of the selected tokens are not known."
-            )
-        key, value = self._splice(module, key, value)
-        return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
-
-    def _mask(self, *args, **kwargs):
-        """The registered mask function: called once per mask, in the same order in both passes."""
-        if self._mode == "ditch":
-            rule = self._rules[self._n_masks]
-            self._n_masks += 1
-            rows = rule.rows(self._selection.indices)
-            self._refuse_sight_of(self._done, rows)
-            if not self.structure.attention_by_hand:
-                return rows
-            if self.implementation == "eager":  # it adds the mask itself
-                return self._masks.bias(rows, kwargs.get("dtype", torch.float32), 1)
-            return rows | ~rows.any(-1, keepdim=True)  # an empty slot may see nothing, which would be NaN
-        mask = AttentionMaskInterface()[self.implementation](*args, **kwargs)
-        if self._mode == "seek":
-            self._rules.append(MaskRule(kwargs))
-            # Masks that were not needed (None) stand for plain causal or full attention: any rule that gave None is it.
-            self._rule_of_mask[None if mask is None else id(mask)] = (self._rules[-1], mask)
-        return mask
-
-    def _refuse_sight_of(self, done: list[SelectedPositions], rows: torch.Tensor) -> None:
-        """Keys of the parts that ran before must be hidden from this part: its gradient at them would come too late."""
-        empty = ~self._selection.mask
-        for positions in done:
-            hidden = ~rows[positions.rows, 0, :, positions.positions] | empty[positions.rows]
-            if not hidden.all():
-                raise UnsupportedModelError(
-                    f"Tokens of the {self.structure.model_type!r} model attend to later ones, so their gradient cannot be made in "
-                    "parts. Set parts=1."
-                )
-
-    def _rule_of(self, mask) -> MaskRule | DenseMask:
-        found = self._rule_of_mask.get(None if mask is None else id(mask))
-        if found is not None:
-            return found[0]
-        if mask is not None and (dense := DenseMask(mask)).says_all():
-            return dense
-        raise UnsupportedModelError(
-            f"The {self.structure.model_type!r} model changes its attention masks after building them, so attention "
-            "cannot be scored. Use scorer='gradient'."
-        )
-
     # ---- inputs ----
-
-    def _start_ditch(self, selection: TokenSelection, to_come: Sequence[TokenSelection]) -> None:
-        self._done = [*self._done, self._positions] if self._positions and not self._is_last_part else []
-        self._selection = selection
-        self._positions = SelectedPositions.of(selection, to_come)
-        self._is_last_part = not to_come
-        for record in self.records.values():
-            record.uses = 0
-        self._n_tokens = self._instances.ids.shape[1]
-        self._n_masks = 0
-        self._calls.clear()
-        self._mode = "ditch"
 
     def _inputs(self, inputs: dict, instances: Instances) -> dict:
         if inputs.get("encoder_hidden_states") is not None:
@@ -611,26 +377,6 @@ class TokenSeekSession:
             selected["attention_mask"] = torch.ones_like(self._instances.ids) if mask is None else mask
         return selected
 
-    def _check_all_recorded(self) -> None:
-        """Every block that ran must have shown its keys and values; some run only with images (Llama 3.2 Vision)."""
-        owners = {self.structure.block_index(module) for module, _ in self.records}
-        missing = sorted(self._entered - owners - self.structure.tokenwise_blocks)
-        if missing or not self.records:
-            raise UnsupportedModelError(
-                f"Block {min(missing, default=0)} of the {self.structure.model_type!r} model does not call transformers' attention "
-                "interface, and its keys and values show nowhere else, so they cannot be recorded. It mixes tokens in "
-                "another way, or writes its attention out in a way that is not known here."
-            )
-
-
-def _with_argument(name, value, module, args, kwargs):
-    """A forward pre-hook that gives `module` an argument, in the place of the one that it is called with."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    place = names.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: value}
-
 
 def _by_name(module, args, kwargs) -> dict:
     """The arguments of a call of a module's forward, by name."""
@@ -645,8 +391,3 @@ def _with_hidden(output, hidden):
     output = copy.copy(output)
     output["last_hidden_state" if "last_hidden_state" in output else next(iter(output))] = hidden
     return output
-
-
-def _at(tensor: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Take positions (B, q) of a (B, H, n, D) tensor: (B, H, q, D)."""
-    return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))

@@ -223,7 +223,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             self._token_statistics = self._statistics()
         with self._training_log.counting(self.model, self._instances.ids.shape, self._part) as saved:
             if saved is not None:
-                saved.add(*session.recorded(), *session.carried())
+                saved.add(*session.recorded())
             return session.ditch(
                 inputs,
                 self._instances,
@@ -261,7 +261,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         instances = found.instances
         if not self._packing_checked and instances.count > len(instances.ids):
             self._packing_checked = True
-            if session.mixes_documents():
+            if session.attention.mixes_documents():
                 warn_of_mixed_documents(self._structure.model_type)
         if given is not None:
             selection = select_given(given, instances, config)
