@@ -40,6 +40,8 @@ def test_a_document_boundary_in_the_second_row_and_none_at_padding():
     assert check.told_of_mixing(model, both)
     for alone in (plain, ragged_batch((4, 9, 12)), ragged_batch((4, 12), left=True)):
         assert not check.told_of_mixing(model, alone)
+    without_masks = tiny_family_model("openai-gpt", torch.float32)
+    assert not check.told_of_mixing(without_masks, ragged_batch((4, 12), left=True))
 
 
 def collate(rows):
