@@ -119,6 +119,15 @@ class AttentionRecorder:
         self._calls.clear()
         self._mode = "ditch"
 
+    @contextlib.contextmanager
+    def set_aside(self):
+        """Inside, masks are the model's own: a wrapper may build some although its decoder stands still."""
+        mode, self._mode = self._mode, None
+        try:
+            yield
+        finally:
+            self._mode = mode
+
     def recorded(self) -> list[torch.Tensor]:
         """What the last seek left, keys and values (B, G, n, D), and the gradients that wait for the parts to come.
 

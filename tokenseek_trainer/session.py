@@ -275,7 +275,8 @@ class TokenSeekSession:
         """Logits of (1, s, E) hidden states: the model's own forward with its decoder standing still."""
         mode, self._mode, self._head_input = self._mode, "head", hidden
         try:
-            return self._model_forward(**self._model_kwargs).logits
+            with self.attention.set_aside():
+                return self._model_forward(**self._model_kwargs).logits
         finally:
             self._mode, self._head_input = mode, None
 
