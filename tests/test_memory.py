@@ -87,6 +87,8 @@ def test_a_storage_counts_once_and_parameters_do_not_count():
     x = torch.randn(4, 8, requires_grad=True)
     with SavedBytes(layer) as saved:
         y = layer(x)
-        (y * y[:2].sum()).sum()
+        z = (y * y[:2].sum()).sum()
+        (layer(2 * x) ** 3).sum()  # freed at once, with all that was saved for it
+    assert z.requires_grad
     # x for the weight, y for the product (also as a view), and the sum
     assert saved.total == (4 * 8 + 4 * 8 + 1) * FLOAT32

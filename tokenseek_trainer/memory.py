@@ -16,7 +16,8 @@ class SavedBytes:
     """Context manager that counts the tensors which autograd saves inside it.
 
     A storage counts once, whole, however many views of it are saved. The model's parameters do not count: they exist
-    anyway. Inside an activation checkpoint nothing is saved but the checkpoint's inputs, and that is what is counted.
+    anyway. Inside an activation checkpoint nothing is saved but the checkpoint's inputs, and that is what is counted. What is freed
+    again before the end does not count.
 
     ```python
     with SavedBytes(model) as saved:
@@ -27,7 +28,8 @@ class SavedBytes:
 
     def __init__(self, model: nn.Module):
         self._not_counted = {_key(p) for p in model.parameters()}
-        self._storages: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref] = {}
+        self.total = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> "SavedBytes":
@@ -36,6 +38,9 @@ class SavedBytes:
 
     def __exit__(self, *exception) -> None:
         self._hooks.__exit__(*exception)
+        alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
+        self.total = sum(storage.nbytes() for storage in alive)
+        self._storages.clear()
 
     def _pack(self, tensor):
         self.add(tensor)
@@ -45,12 +50,7 @@ class SavedBytes:
         """Count tensors that are kept for the backward by other means than autograd (recorded keys and values)."""
         for tensor in tensors:
             if (key := _key(tensor)) not in self._not_counted:
-                self._storages[key] = tensor.untyped_storage().nbytes()
-
-    @property
-    def total(self) -> int:
-        """Bytes of all storages counted so far."""
-        return sum(self._storages.values())
+                self._storages[key] = weakref.ref(tensor.untyped_storage())
 
 
 def _key(tensor: torch.Tensor) -> int:
