@@ -159,7 +159,7 @@ def oracle_loss(model: nn.Module, batch: dict, keep: torch.Tensor, weights: torc
     return (losses.view_as(labels) * weights * keep).sum() / n_items
 
 
-def without_cache(model: nn.Module) -> dict:
+def without_cache(model: Any) -> dict:
     """The argument that switches a decoder's cache off, which some models only pass on; encoders have none."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     forwards = [inspect.signature(type(module).forward).parameters for module in (model, model.base_model, decoder)]
