@@ -273,22 +273,19 @@ def test_a_callback_that_cannot_work_is_refused_before_training(tmp_path):
         EvaluationCallback(trainer)
 
 
-@pytest.mark.parametrize("module", [["eval.harness"], ["tokenseek_trainer", "eval"]])
-def test_it_runs_as_a_module(checkpoint, module, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        *module,
-        checkpoint,
-        "--suite",
-        "winogrande:0",
-        "--limit",
-        "2",
-        "--data",
-        str(SAMPLES),
-    ]
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "result.json")], cwd=SAMPLES.parent.parent, capture_output=True, text=True
-    )
+def test_it_runs_as_a_module(checkpoint, tmp_path):
+    output = tmp_path / "result.json"
+    arguments = [checkpoint, "--suite", "winogrande:0", "--limit", "2", "--data", str(SAMPLES), "-o", str(output)]
+    done = as_module("eval.harness", *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads((tmp_path / "result.json").read_text())["limited"]
+    assert json.loads(output.read_text())["limited"]
+
+
+def test_the_command_runs_as_a_module():
+    done = as_module("tokenseek_trainer", "eval", "--help")
+    assert done.returncode == 0 and "--suite" in done.stdout
+
+
+def as_module(*arguments):
+    root = SAMPLES.parent.parent
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=root, capture_output=True, text=True)

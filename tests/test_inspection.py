@@ -150,7 +150,7 @@ def test_masked_language_models_and_models_without_visible_attention(monkeypatch
     def refuse(self, weights):
         raise UnsupportedModelError("it cannot be scored")
 
-    monkeypatch.setattr("tokenseek_trainer.session.TokenSeekSession._score_handwritten", refuse)
+    monkeypatch.setattr("tokenseek_trainer.recorder.AttentionRecorder._score_handwritten", refuse)
     report = inspect_tokens(bloom, tiny_tokenizer(), [row])
     assert report.rows[0].context is None and report.overlap() is None and list(report.by_position()) == ["gradient"]
     assert '"context":null' in report.to_html() and "gradient" in report.to_terminal()

@@ -300,12 +300,10 @@ def _estimate(options, rest) -> None:
     method = {k: v for k, v in given.items() if v is not None}
     plan = dataclasses.replace(plan, tokenseek=dataclasses.replace(plan.tokenseek, **method))
     memory = parse_bytes(options.gpu_memory) if options.gpu_memory else None
+    parts = f" in {plan.tokenseek.parts} parts" if plan.tokenseek.parts > 1 else ""
     print(
         f"{options.model}: {plan.method}, {plan.batch} x {plan.tokens} tokens, {plan.dtype}, {plan.optim}, ratio "
-        f"{plan.tokenseek.ratio:g}"
-        + (f" in {plan.tokenseek.parts} parts" if plan.tokenseek.parts > 1 else "")
-        + "; GiB "
-        "per device\n"
+        f"{plan.tokenseek.ratio:g}{parts}; GiB per device\n"
     )
     print(format_estimates(plan, memory))
 
