@@ -20,7 +20,12 @@ HERE = Path(__file__).resolve().parent
 RANDOM = "--scorer random --selection topk --select_from all"
 PAPER = "--scorer tokenseek --selection topk --select_from all"
 MAIN = {"full": "--ratio 1.0", "default": "", "random": RANDOM, "paper": PAPER}
+THREE_PARTS = {"ratio 0.3 in 3 parts": "--ratio 0.3 --parts 3"}
+BEST = {"full": "--ratio 1.0", "default": "", **THREE_PARTS, "random": RANDOM}
 LORA = "--peft.method lora --peft.r 8 --peft.lora_alpha 16 --peft.target_modules all-linear"
+
+LOHA = "--peft.method loha --peft.r 8 --peft.alpha 16 --peft.target_modules all-linear"
+QLORA = f"{LORA} --quantization.load_in_4bit true --quantization.bnb_4bit_quant_type nf4"
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,11 @@ STUDIES = {
     ),
     "parts": Study(
         "GSM8K, prompt masked: more tokens, in parts of a tenth",
-        {
-            f"ratio {0.1 * parts:.1f} in {parts} parts": f"--ratio {0.1 * parts:.1f} --parts {parts}"
-            for parts in (2, 3)
-        },
+        {"ratio 0.2 in 2 parts": "--ratio 0.2 --parts 2", **THREE_PARTS},
     ),
     "long": Study(
         "GSM8K, prompt masked, three epochs",
-        {**MAIN, "ratio 0.3 in 3 parts": "--ratio 0.3 --parts 3"},
+        {**MAIN, **THREE_PARTS},
         settings="--learning_rate 1e-4 --num_train_epochs 3",
         seeds=(0,),
     ),
@@ -80,7 +82,23 @@ STUDIES = {
         "GSM8K, all tokens supervised", MAIN, settings="--learning_rate 1e-4 --train_on_prompt true", seeds=(0,)
     ),
     "instructions": Study("instructions of mixed sources, prompt masked", MAIN, recipe="instructions", seeds=(0,)),
-    "lora": Study("GSM8K, LoRA of rank 8", MAIN, settings=f"--learning_rate 4e-4 {LORA}", seeds=(0,)),
+    "importance": Study(
+        "GSM8K, prompt masked: what tokens are drawn by",
+        {
+            "gradient, not uniform": "--uniform_share 0",
+            "gradient, half uniform": "--uniform_share 0.5",
+            "context": "--scorer context",
+            "the paper's sum": "--scorer tokenseek",
+            "uniform": "--scorer random",
+            "gradient, all tokens": "--select_from all",
+        },
+        seeds=(0,),
+    ),
+    "lora": Study("GSM8K, LoRA of rank 8", BEST, settings=f"--learning_rate 4e-4 {LORA}", seeds=(0,)),
+    "loha": Study("GSM8K, LoHa of rank 8", BEST, settings=f"--learning_rate 1e-3 {LOHA}", seeds=(0,)),
+    "qlora": Study(
+        "GSM8K, LoRA of rank 8 on 4-bit weights", BEST, settings=f"--learning_rate 4e-4 {QLORA}", seeds=(0,)
+    ),
 }
 
 

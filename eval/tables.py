@@ -204,7 +204,21 @@ def estimates() -> str:
 def fidelity() -> str:
     """Held-out loss of every finished study, and the share of full tuning's gain at equal steps."""
     lines = []
-    for name in ("masked", "parts", "time", "long", "unmasked", "instructions", "lora", "rates", "ratios", "sink"):
+    for name in (
+        "masked",
+        "parts",
+        "time",
+        "long",
+        "unmasked",
+        "instructions",
+        "lora",
+        "loha",
+        "qlora",
+        "importance",
+        "ratios",
+        "rates",
+        "sink",
+    ):
         path = RESULTS / f"fidelity_{name}.json"
         if path.is_file():
             lines += [*_study(json.loads(path.read_text())), ""]
@@ -215,12 +229,20 @@ def _study(result: dict) -> list[str]:
     """One study as a table. Shares are of the full tuning with the same seed, in the main study if this one has none."""
     cells = result["cells"]
     full = {cell["seed"]: cell for cell in [*load("fidelity_masked.json")["cells"], *cells] if cell["group"] == "full"}
-    own = any(cell["group"] == "full" for cell in cells) or result["study"] in ("parts", "time", "sink", "ratios")
+    own = any(cell["group"] == "full" for cell in cells) or result["study"] in (
+        "parts",
+        "time",
+        "sink",
+        "ratios",
+        "importance",
+    )
+    turns = any(_lowest(cell)[1] < cell["held_out_loss_after"] - 0.01 for cell in cells)  # some curve rises again
     lines = [
         f"{result['about']}; held-out loss {cells[0]['held_out_loss_before']:.3f} at the start:",
         "",
-        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward |"
+        + (" lowest on the way |" if turns else ""),
+        "|---|---:|---:|---:|---:|---:|" + ("---:|" if turns else ""),
     ]
     for group in dict.fromkeys(cell["group"] for cell in cells):
         members = [cell for cell in cells if cell["group"] == group]
@@ -230,8 +252,14 @@ def _study(result: dict) -> list[str]:
             f"{_mean([cell['held_out_loss_after'] for cell in members], '.3f')} | "
             f"{_mean([100 * share for share in shares], '.1f') + ' %' if shares else ''} | "
             f"{members[0]['saved_mib']:.0f} MiB |"
+            + (f" {_lowest(members[0])[1]:.3f} at step {_lowest(members[0])[0]} |" if turns else "")
         )
     return lines
+
+
+def _lowest(cell: dict) -> tuple[int, float]:
+    """Step and value of the lowest held-out loss."""
+    return min(cell["curve"], key=lambda point: point[1])
 
 
 def _share(cell: dict, full: dict) -> float:
