@@ -155,10 +155,12 @@ class TokenSeekConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def to_json(self) -> str:
+        """The text of a `tokenseek_config.json`."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "TokenSeekConfig":
+        """Read what `to_json` wrote."""
         return cls.from_dict(json.loads(text))
 
 
