@@ -50,15 +50,15 @@ def render_page() -> str:
 def render_entry(thing, home: str) -> str:
     """A heading, how to import it, its signature and docstring; of a class also its methods."""
     name = thing.__name__
-    parts = [f"## {name}\n", f"```python\nfrom {home} import {name}\n\n{name}({signature(thing)})\n```\n"]
+    parts = [f"## {name}\n", f"```python\nfrom {home} import {name}\n```\n", f"```text\n{call(name, thing)}\n```\n"]
     parts.append(to_markdown(docstring(thing, name)))
     if inspect.isclass(thing):
         for member, value in vars(thing).items():
             if not member.startswith("_") and is_of_its_own(thing, member, value):
-                function = getattr(value, "__func__", value)
-                call = "" if isinstance(value, property) else f"({signature(function)})"
-                parts.append(f"### {name}.{member}\n\n`{name}.{member}{call}`\n")
-                parts.append(to_markdown(docstring(value, f"{name}.{member}")))
+                full = f"{name}.{member}"
+                shown = full if isinstance(value, property) else call(full, getattr(value, "__func__", value))
+                parts.append(f"### {full}\n\n```text\n{shown}\n```\n")
+                parts.append(to_markdown(docstring(value, full)))
     return "\n".join(parts)
 
 
@@ -76,6 +76,12 @@ def docstring(thing, name: str) -> str:
     if not text or not text.strip():
         raise SystemExit(f"{name} is public and has no docstring.")
     return inspect.cleandoc(text)
+
+
+def call(name: str, thing) -> str:
+    return "\n".join(
+        textwrap.wrap(f"{name}({signature(thing)})", 115, subsequent_indent="    ", break_on_hyphens=False)
+    )
 
 
 def signature(thing) -> str:
