@@ -37,7 +37,7 @@ def load_data(tiny: bool):
     if tiny:
         tokenizer = tiny_tokenizer()
         texts = [
-            {"question": f"w{i} w{i + 1}", "answer": " ".join(f"w{(i + j) % 20}" for j in range(10))}
+            {"question": f"w{i} w{i + 1}", "answer": " ".join(f"w{(i + j) % 20}" for j in range(25))}
             for i in range(16)
         ]
         train, heldout = texts[:12], texts[12:]
@@ -76,7 +76,6 @@ def train(ratio: float, tiny: bool, tokenizer, rows, heldout) -> dict:
         disable_tqdm=True,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
     )
     trainer = TokenSeekTrainer(
         model=load_model(tiny),

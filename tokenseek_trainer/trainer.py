@@ -456,7 +456,8 @@ class TokenSeekTrainer(TokenSeekMixin, Trainer):
     """Drop-in for `transformers.Trainer`.
 
     ```python
-    trainer = TokenSeekTrainer(model=model, args=args, train_dataset=data, tokenseek=TokenSeekConfig(ratio=0.1))
+    config = TokenSeekConfig(ratio=0.1)
+    trainer = TokenSeekTrainer(model, args, train_dataset=data, processing_class=tokenizer, tokenseek=config)
     trainer.train()
     ```
 
