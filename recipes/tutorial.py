@@ -106,7 +106,7 @@ def main() -> None:
     for ratio, run in results.items():
         print(
             f"   {ratio:5}  {run['kept_fraction']:5.1%}   {run['before']:20.3f}, {run['after']:.3f}"
-            f"   {run['saved_mib']:20.1f}   {run['step_seconds']:14.2f}"
+            f"   {run['saved_mib']:20.2f}   {run['step_seconds']:14.2f}"
         )
 
 
