@@ -3,7 +3,7 @@
     python recipes/tutorial.py            SmolLM2-135M on GSM8K; the model folder is made by recipes/fetch_smollm2.py
     python recipes/tutorial.py --tiny     a random model of 3 small blocks, in seconds: to see that it runs
 
-It writes into runs/tutorial only. Twelve steps are too few to judge a ratio by: the README has measurements.
+It writes into runs/tutorial only. A few steps are too few to judge a ratio by: the README has measurements.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tokenseek_trainer.token_columns import add_token_columns
 DATA = Path(__file__).parent / "data"
 MODEL = "runs/models/SmolLM2-135M-Instruct"
 TEMPLATES = {"prompt": "Question: {question}\nAnswer:", "completion": " {answer}"}
-STEPS, BATCH = 12, 2
+STEPS, BATCH = 8, 2
 
 
 def load_model(tiny: bool) -> torch.nn.Module:
@@ -105,7 +105,7 @@ def main() -> None:
     print("   ratio   kept   held-out loss before, after   MiB for the backward   seconds a step")
     for ratio, run in results.items():
         print(
-            f"   {ratio:5}  {run['kept_fraction']:5.1%}   {run['before']:20.3f}, {run['after']:.3f}"
+            f"   {ratio:5}  {run['kept_fraction']:6.1%}   {run['before']:20.3f}, {run['after']:.3f}"
             f"   {run['saved_mib']:20.2f}   {run['step_seconds']:14.2f}"
         )
 
