@@ -279,7 +279,7 @@ def _evaluate(options, rest) -> None:
 def _estimate(options, rest) -> None:
     from .config import TokenSeekConfig
     from .estimate import load_config
-    from .memory_plan import Plan, format_estimates, parse_bytes, plan_of_recipe
+    from .memory_plan import Plan, estimate_lines, parse_bytes, plan_of_recipe
     from .recipe import load_recipe
 
     if options.model.endswith((".yaml", ".yml")):
@@ -305,7 +305,8 @@ def _estimate(options, rest) -> None:
         f"{options.model}: {plan.method}, {plan.batch} x {plan.tokens} tokens, {plan.dtype}, {plan.optim}, ratio "
         f"{plan.tokenseek.ratio:g}{parts}; GiB per device\n"
     )
-    print(format_estimates(plan, memory))
+    for line in estimate_lines(plan, memory):  # to search what fits takes a while
+        print(line, flush=True)
 
 
 def _inspect(options, rest) -> None:

@@ -1,6 +1,7 @@
 """What `tokenseek estimate` shows: ordinary training and TokenSeek side by side, and what fits into a device."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from .config import TokenSeekConfig
@@ -85,8 +86,8 @@ def case_of_recipe(recipe) -> str:
     return next(name for name, case in CASES.items() if case == (recipe.tokenseek.ratio < 1, checkpointing))
 
 
-def format_estimates(plan: Plan, memory: int | None = None) -> str:
-    """A Markdown table with a column per component and a row per case, in GiB.
+def estimate_lines(plan: Plan, memory: int | None = None) -> Iterator[str]:
+    """A Markdown table with a column per component and a row per case, in GiB, line by line as they are found.
 
     Args:
         memory: bytes of the device; adds whether each case fits, the longest row and the largest batch.
@@ -94,7 +95,8 @@ def format_estimates(plan: Plan, memory: int | None = None) -> str:
     head = ["", "weights", "gradients", "optimizer", "kept for backward", "of it keys, values", "peak", "of ordinary"]
     if memory is not None:
         head += ["fits", "longest row", "largest batch"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    yield "| " + " | ".join(head) + " |"
+    yield "|---|" + "---:|" * (len(head) - 1)
     ordinary = None
     for case in CASES:
         found = plan.estimate(case)
@@ -107,8 +109,7 @@ def format_estimates(plan: Plan, memory: int | None = None) -> str:
                 str(plan.longest(case, memory)),
                 str(plan.largest(case, memory)),
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        yield "| " + " | ".join(cells) + " |"
 
 
 def greatest(need, available: float, limit: int) -> int:
