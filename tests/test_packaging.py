@@ -41,8 +41,9 @@ def installed(wheel, tmp_path_factory):
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), *site.getsitepackages()}))
     run(
-        sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel
-    )
+        sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index",
+        "--ignore-installed", wheel,  # the dependencies' folder may hold a checkout of the same version
+    )  # fmt: skip
     return folder / "bin"
 
 

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from .trainer import TokenSeekMixin, TokenSeekTrainer
 
     __version__: str
+else:
+
+    def __getattr__(name: str):  # unseen by a type checker, to which every name would be right
+        if name == "__version__":
+            return _version()
+        if name in _HOMES:
+            return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Where each name lives. They are imported when asked for: `tokenseek --help` needs no torch, and TRL is optional.
 _HOMES = {
@@ -29,14 +38,6 @@ __all__ = [
     "TokenSeekTrainer",
     "__version__",
 ]
-
-
-def __getattr__(name: str):
-    if name == "__version__":
-        return _version()
-    if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
