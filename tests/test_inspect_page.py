@@ -101,7 +101,8 @@ def test_the_sliders_and_the_rules_mark_anew(page, report):
     assert marked(page) == expected(report, dataclasses.replace(paper, ratio=0.123, alpha=1, beta=3))
     slide(page, "alpha", 0)
     slide(page, "beta", 0)
-    assert page.locator("#problem").is_visible() and "both 0" in page.locator("#problem").text_content()
+    sync_api.expect(page.locator("#problem")).to_contain_text("both 0")  # waits for the page to draw
+    sync_api.expect(page.locator("#problem")).to_be_visible()
 
 
 def test_another_step_draws_others(page, report):
@@ -109,7 +110,7 @@ def test_another_step_draws_others(page, report):
     page.locator("#step").fill("7")
     assert marked(page) == expected(report, RULE, step=7) != first
     choose(page, "paper")
-    assert not page.locator("#step").is_visible()
+    sync_api.expect(page.locator("#step")).to_be_hidden()
 
 
 def test_the_bar_is_the_chance_to_be_kept(page, report):
@@ -151,7 +152,7 @@ def test_shading_follows_the_signal(page, report):
     best = int(report.rows[3].context.argmax())
     assert levels()[best] == 15
     choose(page, "combined")
-    assert page.locator("#alpha").is_visible()
+    sync_api.expect(page.locator("#alpha")).to_be_visible()
     slide(page, "alpha", 0)
     assert levels() == gradient
 
