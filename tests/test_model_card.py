@@ -49,6 +49,7 @@ def test_a_card_says_what_the_run_did_and_its_code_loads_the_model(workspace, mo
     assert f"| tokens kept, measured | {sum(kept) / len(kept):.1%} |" in card
     assert "scorer gradient, selection sample, from supervised tokens" in card
     assert "| optimizer steps | 2 |" in card
+    assert re.search(r"^\| time of an optimizer step \| [\d.e-]+ s measured \|$", card, re.MULTILINE)
     assert f"torch {torch.__version__}" in card and "arxiv.org/abs/2601.19739" in card
 
     measured = re.search(r"([\d.]+) MiB measured, for a micro-batch of 4 x (\d+) tokens; .*: ([\d.]+) MiB", card)

@@ -96,7 +96,7 @@ def model_card(folder: Path, model, facts: CardFacts) -> str:
 def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     config, versions = facts.tokenseek, provenance()["versions"]
     rows = [
-        ("tokens kept, asked for", f"{config.ratio:.1%}"),
+        ("tokens kept, asked for", f"{config.ratio:.1%}" + (f" in {config.parts} parts" if config.parts > 1 else "")),
         ("tokens kept, measured", _mean(facts.log, "kept_fraction", ".1%")),
         ("chosen by", f"scorer {config.scorer}, selection {config.selection}, from {config.select_from} tokens"),
         ("optimizer steps", str(facts.steps)),
@@ -108,14 +108,15 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
         if facts.ordinary_mib is not None:
             text += f"; ordinary full fine-tuning: {facts.ordinary_mib:.1f} MiB estimated"
         rows.append(("kept for the backward", text))
+    rows.append(("time of an optimizer step", _mean(facts.log, "step_seconds", ".3g", " s measured")))
     rows.append(("peak device memory", _last(facts.log, "peak_memory_mib", ".0f", " MiB")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return [(name, text) for name, text in rows if text]
 
 
-def _mean(log, key, form) -> str:
+def _mean(log, key, form, unit="") -> str:
     values = [entry[key] for entry in log if key in entry]
-    return format(statistics.fmean(values), form) if values else ""
+    return format(statistics.fmean(values), form) + unit if values else ""
 
 
 def _last(log, key, form=".4f", unit="") -> str:
