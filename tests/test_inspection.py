@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -256,10 +255,10 @@ def test_saving_is_whole_or_nothing(report, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     path.write_text("old")
 
-    def fail(self, target):
+    def fail(source, target):
         raise OSError("disk")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk"):
         report.save(path)
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["report.html"]

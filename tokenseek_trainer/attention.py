@@ -235,6 +235,11 @@ def attention_weights(module, query, key, value, allowed, scaling=None, **kwargs
     return eager_attention_weights(query, key, allowed, scaling)
 
 
+def rows_at(tensor: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Take positions (B, q) of a (B, H, n, D) tensor: (B, H, q, D)."""
+    return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
 def needs_eager(module: nn.Module, kwargs: dict) -> bool:
     return hasattr(module, "sinks") or any(kwargs.get(name) is not None for name in SPECIAL_ARGUMENTS)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, TokenSeekError
+from .files import write_whole
 from .shipped import copy_recipe, describe_recipes, find_recipe, samples_folder
 
 
@@ -239,10 +240,7 @@ def _score(options, rest) -> None:
         load_model(recipe), examples, recipe.tokenseek, column=options.column, pad_token_id=tokenizer.pad_token_id
     )
     output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text("".join(json.dumps(example) + "\n" for example in scored), encoding="utf-8")
-    partial.replace(output)  # a reader never sees half a file
+    write_whole(output, "".join(json.dumps(example) + "\n" for example in scored))
     print(f"wrote {len(scored)} rows with {options.column} to {output}")
 
 

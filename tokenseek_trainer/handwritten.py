@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .attention import rows_at
+
 
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
 SOFTMAX = {torch.softmax, torch.Tensor.softmax, functional.softmax}
@@ -48,7 +50,7 @@ class AttentionProducts(TorchFunctionMode):
         result = function(*args, **kwargs)
         if function in SOFTMAX and result.ndim >= 3 and result.shape[-2:] == (self.n_tokens, self.n_tokens):
             probabilities = self._with_heads(result)
-            self.weights.append(lambda queries: _rows(probabilities, queries))
+            self.weights.append(lambda queries: rows_at(probabilities, queries))
         return result
 
     def _second_factor(self, left, right):
@@ -76,22 +78,18 @@ class AttentionProducts(TorchFunctionMode):
         return tensor.unflatten(0, (self.batch, -1)) if tensor.ndim == 3 else tensor
 
 
-def _rows(tensor, queries):
-    return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
-
-
 def _sdpa_weights(queries, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
     """The probabilities (B, H, q, n) that torch's scaled_dot_product_attention does not show."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    logits = _rows(query, queries).to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
+    logits = rows_at(query, queries).to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
     if is_causal:
         logits = logits.masked_fill(
             queries[:, None, :, None] < torch.arange(key.shape[2], device=key.device), -torch.inf
         )
     if attn_mask is not None:
-        rows = _rows(attn_mask.expand(*logits.shape[:2], *attn_mask.shape[-2:]), queries)
+        rows = rows_at(attn_mask.expand(*logits.shape[:2], *attn_mask.shape[-2:]), queries)
         logits = logits.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else logits + rows
     return logits.softmax(-1)
 

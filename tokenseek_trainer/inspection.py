@@ -20,6 +20,7 @@ from .collator import TOKEN_COLUMNS, TokenSeekCollator
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .evaluation import same_random_numbers_after
+from .files import write_whole
 from .inspect_terminal import has_color, row_text
 from .instances import Instances
 from .quantized import cpu_packing_off
@@ -136,12 +137,7 @@ class TokenReport:
         """Write the page so that a reader sees all of it or nothing."""
         path = Path(path)
         check_output(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_text(self.to_html(), encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, self.to_html())
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, as notebooks show it; where they strip frames, a line that says what to do."""

@@ -25,6 +25,7 @@ from .attention import (
     attend_selected,
     attention_weights,
     eager_function,
+    rows_at,
 )
 from .errors import UnsupportedModelError
 from .handwritten import AttentionProducts, mask_tables, table_replaced
@@ -203,7 +204,9 @@ class AttentionRecorder:
         rule = self._rule_of(attention_mask)
         kwargs.pop("dropout", None)
         received = attention_received(
-            lambda queries: attention_weights(module, _at(query, queries), key, value, rule.rows(queries), **kwargs),
+            lambda queries: attention_weights(
+                module, rows_at(query, queries), key, value, rule.rows(queries), **kwargs
+            ),
             self._instances.ids >= 0,
             query.shape[1],
         )
@@ -339,8 +342,3 @@ def _with_argument(name, value, module, args, kwargs):
     if place < len(args):
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
-
-
-def _at(tensor: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Take positions (B, q) of a (B, H, n, D) tensor: (B, H, q, D)."""
-    return tensor.gather(2, queries[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
