@@ -426,3 +426,9 @@ def run_parts(model, data, config, count):
             total += loss.detach()
         assert not session.recorded()
     return total, gradients(model)
+
+
+def test_parts_are_refused_where_a_token_sees_later_ones():
+    """Its gradient at keys of a part that ran before would be lost without a word."""
+    with pytest.raises(UnsupportedModelError, match=r"attend to later ones.*Set parts=1"):
+        run_parts(tiny_model("bert"), ragged_batch((9, 6)), settings(0.8), 2)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -24,6 +23,7 @@ from .model_card import CardFacts, may_write, write_card
 from .objective import refuse_copying
 from .packing import warn_of_mixed_documents
 from .quantized import cpu_packing_off, undo_cpu_packing
+from .refusals import refuse_combinations, refuse_other_objectives
 from .score_store import ScoreStore
 from .scoring import importance
 from .selection import TokenSelection, select, select_given
@@ -31,9 +31,6 @@ from .selfcheck import self_check
 from .session import TokenSeekSession
 from .structure import context_blocks, inspect_model
 from .training_log import StepClock, TrainingLog
-
-
-SUPERVISED_TRAINERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 
 
 class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # mixed into Trainer or a subclass of it
@@ -72,7 +69,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         self._token_statistics: TokenStatistics | None = None
         self._training_log = TrainingLog()
         self._score_store = ScoreStore()
-        self._refuse_other_objectives()
+        refuse_other_objectives(type(self))
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
             inspect_model(model)  # refused before the Trainer moves it to a device
@@ -83,76 +80,8 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         context_blocks(self.tokenseek, self._structure)  # refuses blocks that the model has not
         self._refuse_combinations()
 
-    def _refuse_other_objectives(self) -> None:
-        names = [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")]
-        other = [name for name in names if name.endswith("Trainer") and name not in SUPERVISED_TRAINERS]
-        if other:
-            raise UnsupportedModelError(
-                f"{other[0]} is not supported: its loss is not a sum over tokens (it compares whole sequences), so kept tokens "
-                "cannot stand for the others. Use TokenSeekTrainer or TokenSeekSFTTrainer for supervised fine-tuning."
-            )
-
     def _refuse_combinations(self) -> None:
-        args = self.args
-        if args.n_gpu > 1:
-            raise UnsupportedModelError(
-                f"Trainer would run nn.DataParallel over {args.n_gpu} GPUs, which is not supported. Start one process "
-                "per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU."
-            )
-        if args.torch_compile:
-            raise UnsupportedModelError(
-                "torch_compile=True is not supported: the number of kept tokens changes from batch to batch."
-            )
-        if self.compute_loss_func is not None:
-            raise UnsupportedModelError(
-                "compute_loss_func is not supported: it would need the logits of all tokens. Use the model's own loss."
-            )
-        checkpointing = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
-            args, "gradient_checkpointing_kwargs", None
-        )
-        if (checkpointing or {}).get("use_reentrant"):
-            raise UnsupportedModelError(
-                "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
-            )
-        self._refuse_parts()
-        text_config = self._structure.lm.config.get_text_config()
-        if getattr(text_config, "output_router_logits", False) and getattr(text_config, "router_aux_loss_coef", 0):
-            raise UnsupportedModelError(
-                "The router's auxiliary loss is not supported: it would see the kept tokens only. Set "
-                "model.config.output_router_logits to False (with SFTTrainer: router_aux_loss_coef=0.0)."
-            )
-        liger = getattr(args, "liger_kernel_config", None) or {}
-        if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
-            raise UnsupportedModelError(
-                "Liger's fused head computes the loss of all tokens at once, so kept tokens cannot be weighted in it. Set "
-                "liger_kernel_config={'fused_linear_cross_entropy': False}; its layer kernels then stay on."
-            )
-        if (
-            isinstance(self.train_dataset, IterableDataset)
-            and args.max_steps <= 0
-            and not hasattr(self.train_dataset, "__len__")
-        ):
-            raise ConfigError(
-                f"The training data set has no length ({type(self.train_dataset).__name__}), so max_steps must be positive; "
-                f"got {args.max_steps}."
-            )
-
-    def _refuse_parts(self) -> None:
-        """Parts need gradients that add up over several backwards, and tokens that see earlier ones only."""
-        parts, optim = self.tokenseek.parts, str(getattr(self.args.optim, "value", self.args.optim))
-        if parts == 1:
-            return
-        if not self._structure.shift:
-            raise UnsupportedModelError(
-                f"parts={parts} is not supported for {self._structure.model_type!r}: its tokens may attend to later ones, or "
-                "a label belongs to a row. Set parts=1."
-            )
-        if "layerwise" in optim or "lomo" in optim:
-            raise UnsupportedModelError(
-                f"parts={parts} is not supported with optim={optim!r}, which updates weights within the backward. Set parts=1."
-            )
-        if self.is_deepspeed_enabled:
-            raise UnsupportedModelError(f"parts={parts} is not supported with DeepSpeed. Set parts=1.")
+        refuse_combinations(self, self._structure)
 
     # ---- one training step ----
 
