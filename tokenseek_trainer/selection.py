@@ -152,6 +152,31 @@ def select_given(token_indices: torch.Tensor, instances: Instances, config: Toke
     return _build(instances, config, hits > 0, None)
 
 
+def check_given(selection: TokenSelection, instances: Instances) -> None:
+    """Refuse token_indices without any token that a classifier's head reads."""
+    if instances.per_row and not selection.supervised.any(-1).all():
+        row = int((~selection.supervised.any(-1)).nonzero()[0])
+        raise InputError(
+            f"token_indices of row {row} leave out position {int(instances.supervised[row].long().argmax())}, by which the "
+            "model classifies it. Add it."
+        )
+
+
+def check_scores(scores: torch.Tensor, instances: Instances, config: TokenSeekConfig) -> None:
+    """Refuse a token_scores column that cannot be ranked, or drawn from."""
+    if scores.shape != instances.ids.shape:
+        raise InputError(
+            f"token_scores have shape {tuple(scores.shape)}, input_ids {tuple(instances.ids.shape)}. Give one per token."
+        )
+    least = 0 if config.selection == "sample" else -torch.inf
+    bad = ~(scores.isfinite() & (scores >= least))
+    if bad.any():
+        raise InputError(
+            f"token_scores hold {float(scores[bad][0])}. They must be finite"
+            + (", and >= 0 for selection='sample', which draws in proportion to them." if least == 0 else ".")
+        )
+
+
 def draw(keys: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     """(M,) float64, uniform in [0, 1): one number per instance and step, the same wherever the instance stands."""
     return uniform(mix(keys + seed) + step)

@@ -26,7 +26,7 @@ from .quantized import cpu_packing_off, undo_cpu_packing
 from .refusals import refuse_combinations, refuse_other_objectives
 from .score_store import ScoreStore
 from .scoring import importance
-from .selection import TokenSelection, select, select_given
+from .selection import TokenSelection, check_given, check_scores, select, select_given
 from .selfcheck import self_check
 from .session import TokenSeekSession
 from .structure import context_blocks, inspect_model
@@ -175,7 +175,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         given = inputs.get("token_indices")
         scores = inputs.get("token_scores")
         if scores is not None:
-            self._check_scores(scores, instances)
+            check_scores(scores, instances, config)
         elif given is None and config.ratio == 1.0:
             scores = torch.zeros(instances.ids.shape, device=instances.ids.device)  # all are kept
         elif given is None and config.reuse_scores:
@@ -194,7 +194,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
                 warn_of_mixed_documents(self._structure.model_type)
         if given is not None:
             selection = select_given(given, instances, config)
-            self._check_given(selection, instances)
+            check_given(selection, instances)
         else:
             if scores is None:
                 scores = found.scores(instances, config, self.state.global_step)
@@ -236,29 +236,6 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         if num_items_in_batch is None or not self.args.average_tokens_across_devices:
             return 1
         return self.accelerator.num_processes // self.get_tp_size()
-
-    def _check_given(self, selection, instances) -> None:
-        """Refuse token_indices without any token that a classifier's head reads."""
-        if instances.per_row and not selection.supervised.any(-1).all():
-            row = int((~selection.supervised.any(-1)).nonzero()[0])
-            raise InputError(
-                f"token_indices of row {row} leave out position {int(instances.supervised[row].long().argmax())}, by which the "
-                "model classifies it. Add it."
-            )
-
-    def _check_scores(self, scores: torch.Tensor, instances) -> None:
-        """Refuse a token_scores column that cannot be ranked, or drawn from."""
-        if scores.shape != instances.ids.shape:
-            raise InputError(
-                f"token_scores have shape {tuple(scores.shape)}, input_ids {tuple(instances.ids.shape)}. Give one per token."
-            )
-        least = 0 if self.tokenseek.selection == "sample" else -torch.inf
-        bad = ~(scores.isfinite() & (scores >= least))
-        if bad.any():
-            raise InputError(
-                f"token_scores hold {float(scores[bad][0])}. They must be finite"
-                + (", and >= 0 for selection='sample', which draws in proportion to them." if least == 0 else ".")
-            )
 
     def _keeps_all(self, inputs: dict[str, Any]) -> bool:
         """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
