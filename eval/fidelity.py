@@ -78,10 +78,25 @@ STUDIES = {
         {f"ratio {ratio}": f"--ratio {ratio}" for ratio in (0.05, 0.2, 0.3)},
         seeds=(0,),
     ),
+    "budget": Study(
+        "GSM8K, prompt masked: full tuning in the memory of a tenth",
+        {
+            "full, checkpointing, micro-batches of 2": "--ratio 1.0 --gradient_checkpointing true "
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
+        },
+        seeds=(0,),
+    ),
     "unmasked": Study(
         "GSM8K, all tokens supervised", MAIN, settings="--learning_rate 1e-4 --train_on_prompt true", seeds=(0,)
     ),
-    "instructions": Study("instructions of mixed sources, prompt masked", MAIN, recipe="instructions", seeds=(0,)),
+    "instructions": Study(
+        "instructions of mixed sources, prompt masked",
+        {**MAIN, **THREE_PARTS},
+        recipe="instructions",
+        seeds=(0,),
+        suite="arc_easy:0",
+        evaluation=("--limit", "200"),
+    ),
     "importance": Study(
         "GSM8K, prompt masked: what tokens are drawn by",
         {
@@ -113,6 +128,7 @@ def compact(cell: dict) -> dict:
         "seconds_per_step",
     )
     curve = [point for point in cell["curve"] if "eval_loss" in point]
+    evaluated = cell["evaluation"]["tasks"] if "evaluation" in cell else {}
     return {
         "group": cell["group"],
         "seed": cell["seed"],
@@ -121,6 +137,7 @@ def compact(cell: dict) -> dict:
         "learning_rate": cell["plan"]["recipe"]["training"]["learning_rate"],
         "threads": cell["hardware"]["threads"],
         "commit": cell["commit"],
+        "benchmarks": {task: {**entry, "limit": cell["evaluation"]["limit"]} for task, entry in evaluated.items()},
     }
 
 
@@ -128,6 +145,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", default=[])
     parser.add_argument("--folder", type=Path, default=Path("runs/fidelity"), help="where the cells go")
+    parser.add_argument(
+        "--data", help="local copies of the benchmarks that a study evaluates on (default: from the hub)"
+    )
     parser.add_argument("--collect", action="store_true", help="run nothing, write the results of the finished cells")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -144,7 +164,7 @@ def main() -> int:
                 study.cells(),
                 folder,
                 suite=study.suite,
-                evaluation=study.evaluation,
+                evaluation=(*study.evaluation, *(("--data", options.data) if study.suite and options.data else ())),
             )
         cells = read_cells(folder, study.cells())
         if cells:

@@ -208,6 +208,7 @@ def fidelity() -> str:
         "masked",
         "parts",
         "time",
+        "budget",
         "long",
         "unmasked",
         "instructions",
@@ -232,6 +233,7 @@ def _study(result: dict) -> list[str]:
     own = any(cell["group"] == "full" for cell in cells) or result["study"] in (
         "parts",
         "time",
+        "budget",
         "sink",
         "ratios",
         "importance",
@@ -254,7 +256,22 @@ def _study(result: dict) -> list[str]:
             f"{members[0]['saved_mib']:.0f} MiB |"
             + (f" {_lowest(members[0])[1]:.3f} at step {_lowest(members[0])[0]} |" if turns else "")
         )
-    return lines
+    return [*lines, *_tries(cells)]
+
+
+def _tries(cells: list[dict]) -> list[str]:
+    """Benchmark scores of limited runs: told, but not in a table of results."""
+    tries: dict[str, list[str]] = {}
+    for cell in cells:
+        for task, entry in cell.get("benchmarks", {}).items():
+            score = f"{cell['group']} {entry['value']:.1f} ± {entry['stderr']:.1f}"
+            tries.setdefault(f"{task}, {entry['shots']}-shot, the first {entry['questions']} questions", []).append(
+                score
+            )
+    return [
+        f"\n(A try, not a result: {task}: {', '.join(scores)} %; ± is the standard error.)"
+        for task, scores in tries.items()
+    ]
 
 
 def _lowest(cell: dict) -> tuple[int, float]:
