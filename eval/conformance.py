@@ -17,18 +17,25 @@ from pathlib import Path
 
 import torch
 from tiny_configs import ATTENTION_ONLY, N_LAYERS, WINDOW, NotBuilt, tiny_family_model
-from torch.overrides import TorchFunctionMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tokenseek_trainer import TokenSeekConfig
 from tokenseek_trainer.errors import SelfCheckError, UnsupportedModelError
 from tokenseek_trainer.evaluation import save_result
 from tokenseek_trainer.provenance import provenance
-from tokenseek_trainer.selection import select
+from tokenseek_trainer.routing import COEFFICIENTS
+from tokenseek_trainer.selection import TokenSelection, select
 from tokenseek_trainer.selfcheck import self_check
 from tokenseek_trainer.session import TokenSeekSession
 from tokenseek_trainer.structure import inspect_model
-from tokenseek_trainer.testing import gradients, oracle_loss, packed_batch, ragged_batch, relative_error
+from tokenseek_trainer.testing import (
+    Float32AsFloat64,
+    gradients,
+    oracle_loss,
+    packed_batch,
+    ragged_batch,
+    relative_error,
+)
 
 
 SEED = 0
@@ -103,6 +110,8 @@ def check_model(model) -> dict:
             continue
         check_batch(model, batch_name, make(), errors, refused)
     errors["stock loss"] = stock_loss_error(model, BATCHES["padded"]())
+    if has_router_loss(model):
+        errors["router loss"] = router_loss_error(model, without_positions(ragged_batch((9, 16))))
     model.set_attn_implementation("eager")
     errors["eager"] = gradient_error(model, BATCHES["padded"](), SELECTIONS["random"])
     return {
@@ -166,6 +175,45 @@ def stock_loss_error(model, batch: dict) -> float:
     return float(abs(loss - expected) / expected)
 
 
+def has_router_loss(model) -> bool:
+    """Whether the model has an auxiliary loss of its experts' router, which is off by default."""
+    return hasattr(model.config.get_text_config(), "output_router_logits") and any(
+        hasattr(model, name) for name in COEFFICIENTS
+    )
+
+
+def router_loss_error(model, batch: dict) -> float:
+    """With the auxiliary loss, all tokens in two parts: difference of loss and gradient to the model's own."""
+    text_config = model.config.get_text_config()
+    text_config.output_router_logits = True
+    for name in COEFFICIENTS:  # the usual 0.001 would hide an error
+        if hasattr(model, name):
+            setattr(model, name, 1.0)
+    total = torch.zeros((), dtype=torch.float64)
+    with TokenSeekSession(model, SELECTIONS["paper"]) as session:
+        instances = session.instances(batch)
+        session.seek(batch, instances, scoring=False)
+        recorded = len(session.routers.recorded)
+        everything = TokenSelection(
+            torch.arange(instances.ids.shape[1]).expand_as(instances.ids).clone(),
+            instances.ids >= 0,
+            instances.supervised.double(),
+        )
+        parts = everything.parts(2)
+        for number, part in enumerate(parts):
+            loss = session.ditch(batch, instances, part, to_come=parts[number + 1 :])
+            loss.backward()
+            total += loss.detach()
+    ours = gradients(model)
+    output = model(**inspect_model(model).with_own_positions(batch), use_cache=False)
+    output.loss.backward()
+    text_config.output_router_logits = False
+    if not recorded or output.aux_loss is None:
+        return float("inf")
+    error = relative_error(ours, gradients(model))
+    return max(error, float(abs(total - output.loss.detach()) / abs(output.loss.detach())))
+
+
 def checkpointing_error(model, batch: dict, config: TokenSeekConfig) -> float:
     """Difference that activation checkpointing makes, which must be none.
 
@@ -213,29 +261,6 @@ def stock_logits(model, batch: dict) -> torch.Tensor:
     """(B, n, V) of the ordinary training forward."""
     inputs = inspect_model(model).with_own_positions(batch)
     return model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False).logits
-
-
-class Float32AsFloat64(TorchFunctionMode):
-    """What a model computes in float32 by choice (norms, softmax, routers) is computed in float64.
-
-    Otherwise its rounding, 1e-8 to 1e-6, would hide errors of that size in a float64 model.
-    """
-
-    def __enter__(self):
-        self.default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        torch.set_default_dtype(self.default_dtype)
-        return super().__exit__(*exception)
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
 
 
 def upcasts_exact(dtype: torch.dtype):

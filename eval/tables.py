@@ -9,28 +9,17 @@ import dataclasses
 import inspect
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
+
+from measured import load, where_measured
+from quality_tables import classification, estimators, fidelity, quickstart
 
 from tokenseek_trainer import TokenSeekConfig
 
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "eval" / "results"
 MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def load(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
-
-
-def where_measured(result: dict) -> str:
-    hardware, versions = result["hardware"], result["versions"]
-    device = hardware["device"] if hardware["device"] != "cpu" else f"{hardware['cores']} CPU cores"
-    return (
-        f"{device}, torch {versions['torch']}, transformers {versions['transformers']}, commit {result['commit'][:7]}"
-    )
 
 
 def headline() -> str:
@@ -129,54 +118,6 @@ def settings() -> str:
     return "\n".join(lines)
 
 
-def quickstart() -> str:
-    """Held-out loss of the quickstart under several rules."""
-    result = load("quickstart.json")
-    runs = result["runs"]
-    full = next(run for run in runs if run["name"] == "ordinary fine-tuning")
-    gain = full["held_out_loss_before"] - full["held_out_loss_after"]
-    lines = [
-        f"The quickstart's run ({result['conditions']['train_rows']} GSM8K rows, {full['optimizer_steps']} steps, prompt "
-        f"masked, one seed), held-out loss {full['held_out_loss_before']:.3f} at the start:",
-        "",
-        "| | held-out loss | share of ordinary fine-tuning's gain | saved per micro-batch |",
-        "|---|---:|---:|---:|",
-    ]
-    for run in runs:
-        share = (run["held_out_loss_before"] - run["held_out_loss_after"]) / gain
-        lines.append(
-            f"| {run['name']} | {run['held_out_loss_after']:.3f} | {share:.0%} | {run['saved_mib']:.0f} MiB |"
-        )
-    lines += ["", f"(`eval/quickstart.py`; {where_measured(result)}. One seed: read only the large differences.)"]
-    return "\n".join(lines)
-
-
-def classification() -> str:
-    """Held-out loss and metrics of the classifier's recipe under several rules, mean over seeds."""
-    result = load("classification.json")
-    runs = result["runs"]
-    before = runs[0]
-    n_seeds = len({run["seed"] for run in runs})
-    lines = [
-        f"MiniLM-L6, {result['conditions']['train_rows']} questions, {before['optimizer_steps']} steps of "
-        f"{result['conditions']['recipe']['training']['per_device_train_batch_size']}; {n_seeds} seed{'s' * (n_seeds > 1)}; before training "
-        f"accuracy {before['metrics_before']['accuracy']:.3f}:",
-        "",
-        "| | accuracy | macro F1 | held-out loss | kept for the backward |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name in dict.fromkeys(run["name"] for run in runs):
-        members = [run for run in runs if run["name"] == name]
-        accuracy, f1 = (_mean([run["metrics_after"][key] for run in members], ".3f") for key in ("accuracy", "f1"))
-        loss = _mean([run["held_out_loss_after"] for run in members], ".3f")
-        lines.append(f"| {name} | {accuracy} | {f1} | {loss} | {members[0]['saved_mib']:.0f} MiB |")
-    lines += [
-        "",
-        f"(`eval/classification.py`; {where_measured(result)}. Of 240 held-out questions, so an accuracy is known to about 0.03.)",
-    ]
-    return "\n".join(lines)
-
-
 def estimates() -> str:
     """Peak memory of a step by `tokenseek estimate`."""
     result = load("estimates.json")
@@ -199,113 +140,6 @@ def estimates() -> str:
         "kept; in brackets the share of ordinary full fine-tuning of the same model and length.)",
     ]
     return "\n".join(lines)
-
-
-def fidelity() -> str:
-    """Held-out loss of every finished study, and the share of full tuning's gain at equal steps."""
-    lines = []
-    for name in (
-        "masked",
-        "parts",
-        "time",
-        "budget",
-        "long",
-        "unmasked",
-        "instructions",
-        "lora",
-        "loha",
-        "qlora",
-        "importance",
-        "ratios",
-        "rates",
-        "sink",
-    ):
-        path = RESULTS / f"fidelity_{name}.json"
-        if path.is_file():
-            lines += [*_study(json.loads(path.read_text())), ""]
-    return "\n".join(lines[:-1])
-
-
-def _study(result: dict) -> list[str]:
-    """One study as a table. Shares are of the full tuning with the same seed, in the main study if this one has none."""
-    cells = result["cells"]
-    full = {cell["seed"]: cell for cell in [*load("fidelity_masked.json")["cells"], *cells] if cell["group"] == "full"}
-    own = any(cell["group"] == "full" for cell in cells) or result["study"] in (
-        "parts",
-        "time",
-        "budget",
-        "sink",
-        "ratios",
-        "importance",
-    )
-    turns = any(_lowest(cell)[1] < cell["held_out_loss_after"] - 0.01 for cell in cells)  # some curve rises again
-    lines = [
-        f"{result['about']}; held-out loss {cells[0]['held_out_loss_before']:.3f} at the start:",
-        "",
-        "| | seeds | steps | held-out loss | share of full tuning's gain | kept for the backward |"
-        + (" lowest on the way |" if turns else ""),
-        "|---|---:|---:|---:|---:|---:|" + ("---:|" if turns else ""),
-    ]
-    for group in dict.fromkeys(cell["group"] for cell in cells):
-        members = [cell for cell in cells if cell["group"] == group]
-        shares = [_share(cell, full[cell["seed"]]) for cell in members if own and cell["seed"] in full]
-        lines.append(
-            f"| {group} | {len(members)} | {members[0]['optimizer_steps']} | "
-            f"{_mean([cell['held_out_loss_after'] for cell in members], '.3f')} | "
-            f"{_mean([100 * share for share in shares], '.1f') + ' %' if shares else ''} | "
-            f"{members[0]['saved_mib']:.0f} MiB |"
-            + (f" {_lowest(members[0])[1]:.3f} at step {_lowest(members[0])[0]} |" if turns else "")
-        )
-    return [*lines, *_tries(cells)]
-
-
-def _tries(cells: list[dict]) -> list[str]:
-    """Benchmark scores of limited runs: told, but not in a table of results."""
-    tries: dict[str, list[str]] = {}
-    for cell in cells:
-        for task, entry in cell.get("benchmarks", {}).items():
-            score = f"{cell['group']} {entry['value']:.1f} ± {entry['stderr']:.1f}"
-            tries.setdefault(f"{task}, {entry['shots']}-shot, the first {entry['questions']} questions", []).append(
-                score
-            )
-    return [
-        f"\n(A try, not a result: {task}: {', '.join(scores)} %; ± is the standard error.)"
-        for task, scores in tries.items()
-    ]
-
-
-def _lowest(cell: dict) -> tuple[int, float]:
-    """Step and value of the lowest held-out loss."""
-    return min(cell["curve"], key=lambda point: point[1])
-
-
-def _share(cell: dict, full: dict) -> float:
-    start = cell["held_out_loss_before"]
-    return (start - cell["held_out_loss_after"]) / (start - full["held_out_loss_after"])
-
-
-def _mean(values: list[float], digits: str) -> str:
-    """Mean, and standard deviation if there are several."""
-    text = f"{statistics.fmean(values):{digits}}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):{digits}}"
-
-
-def estimators() -> str:
-    """Cosine and relative error of the kept tokens' gradient, per rule."""
-    result = load("estimators.json")
-    lines = [
-        "| | cosine, one row | relative error, one row | cosine, sum of rows | norm, sum of rows |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, found in result["rules"].items():
-        lines.append(
-            f"| {name} | {found['row_cosine']:.2f} | {found['row_relative_error']:.2f} | {found['sum_cosine']:.2f} | "
-            f"{found['sum_relative_norm']:.2f} |"
-        )
-    rows = result["conditions"]["rows"]
-    return "\n".join(
-        [*lines, "", f"(`eval/estimators.py`: {rows} GSM8K rows, prompt masked; {where_measured(result)}.)"]
-    )
 
 
 def features() -> str:
@@ -341,6 +175,7 @@ def conformance() -> str:
     attention_only = [
         name for name, family in families.items() if family.get("attention_only", {}).get("outcome") == "exact"
     ]
+    routed = [name for name, family in families.items() if "router loss" in family.get("errors", {})]
     worst = max(family["error"] for family in (*exact, *(families[name]["attention_only"] for name in attention_only)))
     groups: dict[str, list[str]] = {}
     for name, family in families.items():
@@ -354,6 +189,7 @@ def conformance() -> str:
         "| | families | |",
         "|---|---:|---|",
         f"| exact | {len(exact)} | greatest relative error of any gradient {worst:.0e} |",
+        f"| of them with the auxiliary loss of their experts' router, exact too | {len(routed)} | {', '.join(routed)} |",
         f"| exact where the config has attention layers only, refused with their other layers | {len(attention_only)} | "
         f"{', '.join(attention_only)} |",
     ]

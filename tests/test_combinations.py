@@ -125,6 +125,12 @@ ELSEWHERE = {
         "test_classification",
         "test_the_gradient_of_a_sequence_classifier_equals_the_detach_oracle",
     ),
+    "mixture of experts with its auxiliary loss": (
+        "tested",
+        "tested",
+        "test_sft",
+        "test_a_mixture_of_experts_with_its_auxiliary_loss",
+    ),
     "token classification": ("tested", "", "test_classification", "test_a_token_classifier_equals_the_detach_oracle"),
     "prompt tuning, prefix tuning": ("refused", "refused", "test_peft", "test_prompt_learning_is_refused_by_name"),
     "nn.DataParallel": ("refused", "refused", "test_combinations", "test_data_parallel_is_refused"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from test_routing import mixture
 from trl import SFTConfig, SFTTrainer
 
 from tokenseek_trainer import TokenSeekConfig, TokenSeekSFTTrainer
@@ -101,6 +102,20 @@ def test_keeping_all_tokens_is_the_stock_trainer(tmp_path, mode, ratio):
     assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-5)
     assert logged(ours, "num_tokens") == logged(stock, "num_tokens")
     assert relative_error(b, a) < 1e-4  # AdamW amplifies the float32 rounding of the stock loss
+
+
+@pytest.mark.parametrize("overrides", [{}, {"gradient_accumulation_steps": 2}, {"padding_free": True}])
+def test_a_mixture_of_experts_with_its_auxiliary_loss(tmp_path, overrides):
+    """SFTTrainer switches it on where a model has one. Every token in two parts, then some."""
+    common = {"max_length": None, "learning_rate": 1e-3, **overrides}
+    stock, a = trained(tmp_path, None, trainer_class=SFTTrainer, model=mixture(), **common)
+    ours, b = trained(tmp_path, TokenSeekConfig(ratio=1.0, parts=2), model=mixture(), **common)
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-6)
+    assert logged(ours, "aux_loss") == pytest.approx(logged(stock, "aux_loss"), rel=1e-6)
+    assert logged(ours, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-5)
+    assert relative_error(b, a) < 1e-4
+    some, _ = trained(tmp_path, TokenSeekConfig(ratio=0.3), model=mixture(), **common)
+    assert logged(some, "aux_loss")[0] == pytest.approx(logged(stock, "aux_loss")[0], rel=1e-6)  # of all tokens
 
 
 @pytest.mark.parametrize("mode", MODES)

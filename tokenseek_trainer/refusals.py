@@ -44,12 +44,6 @@ def refuse_combinations(trainer, structure: ModelStructure) -> None:
             "Reentrant activation checkpointing is not supported. Set use_reentrant to False in the checkpointing kwargs."
         )
     _refuse_parts(trainer, structure)
-    text_config = structure.lm.config.get_text_config()
-    if getattr(text_config, "output_router_logits", False) and getattr(text_config, "router_aux_loss_coef", 0):
-        raise UnsupportedModelError(
-            "The router's auxiliary loss is not supported: it would see the kept tokens only. Set "
-            "model.config.output_router_logits to False (with SFTTrainer: router_aux_loss_coef=0.0)."
-        )
     liger = getattr(args, "liger_kernel_config", None) or {}
     if getattr(args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
         raise UnsupportedModelError(

@@ -29,6 +29,7 @@ from .patching import (
 from .positions import OwnPositions
 from .quantized import undo_cpu_packing
 from .recorder import AttentionRecorder
+from .routing import RouterLogits, router_coefficient
 from .scoring import SeekResult, gradient_magnitude, tokens_first
 from .selection import TokenSelection
 from .structure import ModelStructure, context_blocks, inspect_model
@@ -64,6 +65,7 @@ class TokenSeekSession:
         self.structure = structure or inspect_model(model)
         self.attention = AttentionRecorder(self.structure, config.kv_store, context_blocks(config, self.structure))
         self.records = self.attention.records
+        self.routers = RouterLogits()
         self._statistics: TokenStatistics | None = None
         self._head_input: torch.Tensor | None = None
         self._open = contextlib.ExitStack()
@@ -92,6 +94,7 @@ class TokenSeekSession:
     def __exit__(self, *exception) -> None:
         self._open.close()
         self.attention.clear()
+        self.routers.clear()
         self._mode, self._top = None, None
 
     # ---- the passes ----
@@ -127,6 +130,7 @@ class TokenSeekSession:
         self._found = SeekResult(instances=instances)
         self._mode = "seek"
         self.attention.start_seek(instances, self._score_context)
+        self.routers.clear()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(dropout_off(self.structure.outer))
@@ -152,11 +156,13 @@ class TokenSeekSession:
         label_smoothing: float = 0.0,
         statistics: TokenStatistics | None = None,
         to_come: Sequence[TokenSelection] = (),
+        router_weight: float | None = None,
     ) -> torch.Tensor:
         """Run the model with grad on the selected tokens only, and return the loss that stands for all tokens.
 
         loss = (1/N) * sum over selected positions of weight * cross-entropy. Its gradient is that of the same loss in
-        the ordinary forward with hidden states, keys and values of all other positions detached.
+        the ordinary forward with hidden states, keys and values of all other positions detached. A mixture of experts
+        that shows its router logits adds its auxiliary loss (`routing`).
 
         Args:
             inputs, instances: those of the preceding `seek`, which returned the instances for sequence classification.
@@ -165,6 +171,7 @@ class TokenSeekSession:
             statistics: is filled with those of the kept supervised positions, unless None.
             to_come: the parts that follow, if `selection` is one of `TokenSelection.parts`. The gradients of all parts then add
                 up to that of the whole selection, if each part's backward is over before the next one starts.
+            router_weight: what the auxiliary loss is multiplied by; None for the model's own coefficient.
 
         Returns:
             Scalar loss. With no supervised position it is 0 and its gradients are 0.
@@ -177,7 +184,8 @@ class TokenSeekSession:
         self._n_items = num_items_in_batch
         self._loss_scale = 1 / torch.as_tensor(n_items, dtype=torch.float64, device=instances.ids.device).clamp(min=1)
         self._instances, self._smoothing, self._statistics = instances, label_smoothing, statistics
-        self._selection, self._mode = selection, "ditch"
+        self._selection, self._to_come, self._mode = selection, to_come, "ditch"
+        self._router_weight = router_coefficient(self.structure.lm) if router_weight is None else router_weight
         self.attention.start_ditch(instances, selection, to_come)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
             inputs = self._inputs(inputs, instances)
@@ -188,9 +196,10 @@ class TokenSeekSession:
     def recorded(self) -> list[torch.Tensor]:
         """What stays between the passes: keys and values (B, G, n, D), and gradients that wait for the parts to come.
 
-        Of a sequence classifier also the last hidden states (B, n, E). The ditch pass lets go of them as it uses them.
+        Of a sequence classifier also the last hidden states (B, n, E), of a mixture of experts its router logits. The
+        ditch pass lets go of them as it uses them.
         """
-        tensors = self.attention.recorded()
+        tensors = [*self.attention.recorded(), *self.routers.recorded]
         return tensors if self._top is None else [*tensors, self._top]
 
     # ---- what the model calls ----
@@ -202,12 +211,28 @@ class TokenSeekSession:
         if self.structure.loss_per_row:
             return self._run_classifier(kwargs)
         self._model_kwargs = kwargs
-        self._model_forward(*args, **kwargs)
+        auxiliary = getattr(self._model_forward(*args, **kwargs), "aux_loss", None)
+        if auxiliary is not None:  # once is enough, and the head runs in chunks
+            self._model_kwargs = {**kwargs, "output_router_logits": False}
         hidden = self._take_hidden()
         if self._mode == "seek":
             self._finish_seek(hidden)
             return {}
-        return {"loss": self._ditch_loss(hidden)}
+        loss = self._ditch_loss(hidden)
+        return {"loss": loss if auxiliary is None else loss + self._router_loss(auxiliary).to(loss)}
+
+    def _router_loss(self, auxiliary: torch.Tensor) -> torch.Tensor:
+        if not self.routers.recorded:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model makes an auxiliary loss from other values than its decoder's "
+                "router_logits, so the ditched tokens' part of it is not known. Set config.output_router_logits to False."
+            )
+        self.router_loss = auxiliary.detach()
+        if self._to_come:  # the last part brings the value, every part its gradient
+            auxiliary = auxiliary - auxiliary.detach()
+        else:
+            self.routers.clear()
+        return self._router_weight * auxiliary
 
     def _run_classifier(self, kwargs):
         """`_run_model` for sequence classification: the head runs as the model calls it, on the hidden states of all tokens."""
@@ -249,13 +274,32 @@ class TokenSeekSession:
         if self._mode == "seek":
             with torch.no_grad():  # ends the grad mode that the last block may have switched on
                 output = self._decoder_forward(*args, **kwargs)
+        elif self.routers.recorded:
+            output = self._run_routed(_by_name(self.structure.decoder, args, kwargs))
         else:
             output = self._decoder_forward(*args, **kwargs)
         self._hidden = output[0]
         if self.structure.loss_per_row:
             return output
+        if self._mode == "seek":
+            self.routers.record(output)
         self._decoder_output = _with_hidden(output, None)
+        if self.routers.recorded:
+            self._decoder_output["router_logits"] = None
         return _with_hidden(output, output[0][:, :1])
+
+    def _run_routed(self, kwargs):
+        """The decoder on the selected tokens, whose router logits then show among those of all tokens.
+
+        The mask of all tokens came along for the auxiliary loss; the decoder takes its own from the recorded rules.
+        """
+        if not self._keeps_mask:
+            kwargs.pop("attention_mask", None)
+        output = copy.copy(self._decoder_forward(**kwargs))
+        output["router_logits"] = self.routers.spliced(
+            output.router_logits, self._instances, self._selection, self._to_come
+        )
+        return output
 
     def _run_rotary(self, forward, x, position_ids, *args, **kwargs):
         """Stands for a rotary embedding whose frequencies follow the longest position: it must see that of all tokens."""
@@ -361,7 +405,10 @@ class TokenSeekSession:
         return kept
 
     def _selected(self, inputs: dict) -> dict:
-        """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it."""
+        """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it.
+
+        Unless the model looks at it beside its attention.
+        """
         shape = self._instances.ids.shape
         selected = dict(inputs)
         mask = selected.pop("attention_mask", None)
@@ -373,9 +420,12 @@ class TokenSeekSession:
                         f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
                     )
                 selected[name] = self._selection.gather(value)
-        if self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids"):
-            # alibi is built over all keys, from their mask
-            selected["attention_mask"] = torch.ones_like(self._instances.ids) if mask is None else mask
+        # alibi is built over all keys, from their mask
+        self._keeps_mask = self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids")
+        if self._keeps_mask and mask is None:
+            mask = torch.ones_like(self._instances.ids)
+        if mask is not None and (self._keeps_mask or self.routers.recorded):
+            selected["attention_mask"] = mask
         return selected
 
 

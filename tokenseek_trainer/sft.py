@@ -65,11 +65,6 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
                 f"loss_type={args.loss_type!r} is not supported: the kept tokens stand for all under the cross-entropy. "
                 "Use loss_type='nll'."
             )
-        if getattr(self, "aux_loss_enabled", False):
-            raise UnsupportedModelError(
-                "The router's auxiliary loss is not supported: it would see the kept tokens only. Set "
-                "SFTConfig(router_aux_loss_coef=0.0)."
-            )
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedModelError("Data sets with images are not supported; TokenSeek trains on tokens.")
         if self._token_columns:
@@ -91,10 +86,17 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
         return TokenStatistics()
 
     def _tokenseek_loss(self, inputs: dict[str, Any], num_items_in_batch) -> torch.Tensor:
+        if self.aux_loss_enabled:
+            inputs = {**inputs, "output_router_logits": True}
         loss = super()._tokenseek_loss(inputs, num_items_in_batch)
         if self._part == self.tokenseek.parts - 1:
             self._fill_metrics(inputs)
         return loss
+
+    def _router_weight(self, num_items_in_batch) -> float | None:
+        """As in SFTTrainer: the mean over the micro-batches and processes of an optimizer step."""
+        steps = self._accumulation if num_items_in_batch is not None else 1
+        return self.router_aux_loss_coef / steps / self._process_scale(num_items_in_batch)
 
     def _fill_metrics(self, inputs: dict[str, Any]) -> None:
         """What SFTTrainer.compute_loss would have put into its metrics."""
@@ -108,6 +110,9 @@ class TokenSeekSFTTrainer(TokenSeekMixin, SFTTrainer):
         metrics = self._metrics["train"]
         self._total_train_tokens += gather(n_tokens).sum().item() // self._tp_size
         metrics["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            assert self._session is not None  # a step is under way
+            metrics["aux_loss"].append(gather(self._session.router_loss).mean().item())
         if sums[2] > 0:
             metrics["kept_entropy"].append((sums[0] / sums[2]).item())
             metrics["kept_mean_token_accuracy"].append((sums[1] / sums[2]).item())

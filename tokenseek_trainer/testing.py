@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 
 VOCAB_SIZE = 64
@@ -164,6 +165,29 @@ def without_cache(model: Any) -> dict:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     forwards = [inspect.signature(type(module).forward).parameters for module in (model, model.base_model, decoder)]
     return {"use_cache": False} if any("use_cache" in parameters for parameters in forwards) else {}
+
+
+class Float32AsFloat64(TorchFunctionMode):
+    """What a model computes in float32 by choice (norms, softmax, routers) is computed in float64.
+
+    Otherwise its rounding, 1e-8 to 1e-6, would hide errors of that size in a float64 model.
+    """
+
+    def __enter__(self):
+        self.default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.set_default_dtype(self.default_dtype)
+        return super().__exit__(*exception)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

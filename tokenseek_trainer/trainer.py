@@ -161,6 +161,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
                 label_smoothing=smoothing,
                 statistics=self._token_statistics,
                 to_come=self._parts[self._part + 1 :],
+                router_weight=self._router_weight(num_items_in_batch),
             )
 
     def _seek(self, inputs: dict[str, Any], num_items_in_batch) -> tuple[Instances, TokenSelection]:
@@ -200,7 +201,9 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
                 scores = found.scores(instances, config, self.state.global_step)
                 if config.reuse_scores:
                     self._score_store.put(instances, scores)
-            selection = select(scores, instances, config, causal=self._structure.shift, step=self.state.global_step)
+            # A token after the last supervised one can influence no loss but a router's.
+            causal = self._structure.shift and not session.routers.recorded
+            selection = select(scores, instances, config, causal=causal, step=self.state.global_step)
         full_loss = found.loss_sum
         if full_loss is not None:
             n_items = self._items_of_loss(num_items_in_batch)
@@ -241,6 +244,10 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
         """Whether this step is ordinary training: nothing is ditched, so nothing needs to be sought."""
         config = self.tokenseek
         return config.ratio == 1.0 and config.parts == 1 and inputs.get("token_indices") is None
+
+    def _router_weight(self, num_items_in_batch) -> float | None:
+        """Weight of a mixture's auxiliary loss as in the stock Trainer: the model's own, none with label smoothing."""
+        return 0.0 if self.args.label_smoothing_factor else None
 
     def _statistics(self) -> TokenStatistics | None:
         """What to fill with statistics of the kept tokens; None: nothing is computed."""
