@@ -1,6 +1,7 @@
 """Evaluation through lm-evaluation-harness on local copies, its result files and the report."""
 
 import json
+import shutil
 import random
 import subprocess
 import sys
@@ -85,6 +86,18 @@ def test_a_score_is_the_one_that_the_likelihoods_give(checkpoint):
     assert result["tasks"]["winogrande"]["value"] == pytest.approx(100 * share)
     expected = 100 * (share * (1 - share) / (len(rows) - 1)) ** 0.5
     assert result["tasks"]["winogrande"]["stderr"] == pytest.approx(expected)
+
+
+def test_two_local_copies_of_a_data_set_are_not_taken_for_each_other(checkpoint, tmp_path):
+    counts = []
+    for n_rows in (7, 3):
+        copy = tmp_path / str(n_rows) / "ai2_arc"
+        shutil.copytree(SAMPLES / "ai2_arc", copy)
+        test = copy / "ARC-Easy" / "test.jsonl"
+        test.write_text("".join(test.read_text().splitlines(keepends=True)[:n_rows]))
+        result = evaluate(*load_checkpoint(checkpoint), "arc_easy:0", data=copy.parent)
+        counts.append(result["tasks"]["arc_easy"]["questions"])
+    assert counts == [7, 3]
 
 
 def test_the_model_comes_back_in_its_mode(checkpoint):

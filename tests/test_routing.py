@@ -51,6 +51,8 @@ def mixture(family: str = "Mixtral", **overrides):
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
+    if config.output_router_logits and not model(torch.ones(1, 2, dtype=torch.long)).router_logits:
+        pytest.skip(f"this version of transformers shows no router logits of {family}, in the stock model neither")
     return model.train()
 
 

@@ -241,6 +241,8 @@ def write_tasks(tasks: dict[str, int | None], folder: Path, data: str | Path | N
                 settings["num_fewshot"] = shots
             if path is not None:
                 settings["dataset_path"] = str(path)
+                # `datasets` knows a folder by its last name, so its cache would answer for another copy of the same name.
+                settings["dataset_kwargs"] = {"cache_dir": str(folder / "cache")}
             if task == "mmlu":
                 settings["tag"] = f"{PREFIX}mmlu_subjects"
             (folder / f"{PREFIX}{subject}.yaml").write_text(yaml.safe_dump(settings))
