@@ -1,8 +1,8 @@
 """Evaluation through lm-evaluation-harness on local copies, its result files and the report."""
 
 import json
-import shutil
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
