@@ -153,7 +153,7 @@ def features() -> str:
 
 # By words of the sentence that the user sees, the first that is in it.
 REFUSED_FOR = {
-    "mix tokens outside attention": "layers of another kind than attention: state space, linear attention, convolution, indexers",
+    "mix tokens outside attention": "layers of another kind than attention: state space, linear attention, convolution, compressed keys",
     "takes no labels": "no loss to train on",
     "takes no position_ids": "no place for positions",
     "another mask": "a mask of its own",

@@ -48,7 +48,7 @@ SMALL = [
     (12, "v_head_dim"),
     (16, "q_lora_rank kv_lora_rank o_lora_rank image_size index_head_dim"),
     (128, "max_position_embeddings n_positions max_sequence_length n_ctx max_seq_len max_target_positions"),
-    (WINDOW, "sliding_window attention_chunk_size sliding_window_size window_size local_attention"),
+    (WINDOW, "index_topk sliding_window attention_chunk_size sliding_window_size window_size local_attention"),
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input num_codebook_tokens"),
 ]
 BY_NAME = {name: value for value, names in SMALL for name in names.split()}
@@ -68,6 +68,7 @@ DOTS3_NOTE = {f"swa_{name}": value for name, value in SLIDING_MLA.items()}
 QWEN4_INDEXER = {
     "indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
 }  # fmt: skip
+SHARED_INDEXERS = {"indexer_types": ["full", "shared"] * (N_LAYERS // 2)}
 OVERRIDES: dict[str, dict] = {
     "bamba": {"mamba_n_heads": 8},
     "blt": {"encoder_hash_byte_group_vocab": 50},
@@ -97,8 +98,10 @@ OVERRIDES: dict[str, dict] = {
         "text_config": GEMMA4,
         "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
     },
+    "glm_moe_dsa": SHARED_INDEXERS,
     "gpt_neo": {"attention_types": [[["global", "local"], N_LAYERS // 2]]},
     "granitemoehybrid": {"mamba_n_heads": 8},
+    "hy_v4": SHARED_INDEXERS,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (N_LAYERS // 2)},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "mamba2": {"num_heads": 8},

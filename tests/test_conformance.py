@@ -35,7 +35,7 @@ from tiny_configs import ATTENTION_ONLY, tiny_config, tiny_family_model  # noqa:
 
 
 SAMPLE = (
-    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4",
+    "bart", "bloom", "cohere2", "deepseek_v3", "deepseek_v32", "diffllama", "falcon", "gemma2", "gemma4_text", "glm4", "glm_moe_dsa",
     "gpt_neo", "gpt_oss", "granite", "llama4_text", "mllama", "modernbert-decoder", "mpt", "olmo2", "openai-gpt", "phi3", "qwen2",
     "qwen3_moe", "roberta", "smollm3",
 )  # fmt: skip

@@ -73,6 +73,21 @@ class DenseMask:
         return bool(((self.mask == 0) | (self.mask <= torch.finfo(self.mask.dtype).min / 2)).all())
 
 
+def chosen_keys(allowed: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+    """Of the keys that a mask shows, those that an indexer chose (sparse attention of DeepSeek's kind).
+
+    Args:
+        allowed: (B, 1, q, n), bool, or float with 0 where allowed.
+        indices: (B, q, t) integer; None: all keys.
+    """
+    if indices is None:
+        return allowed
+    chosen = torch.zeros_like(allowed, dtype=torch.bool).scatter_(-1, indices[:, None].long(), True)
+    if allowed.dtype == torch.bool:
+        return allowed & chosen
+    return allowed.masked_fill(~chosen, torch.finfo(allowed.dtype).min)
+
+
 @dataclass
 class CarriedGradient:
     """Gradient at one module's keys, or values, of the positions whose part is still to come: (m, G, D), None before any."""

@@ -24,6 +24,7 @@ from .attention import (
     SelectedPositions,
     attend_selected,
     attention_weights,
+    chosen_keys,
     eager_function,
     rows_at,
 )
@@ -57,6 +58,7 @@ class AttentionRecorder:
         self._name = f"tokenseek_{id(self)}"
         self._mode: str | None = None  # "seek" or "ditch"
         self._calls: dict[nn.Module, int] = {}
+        self._chosen: dict[nn.Module, torch.Tensor | None] = {}  # by indexer; None: it chose all keys
         self._rules: list[MaskRule] = []
         self._masks: RowMasks | None = None
         self.positions: SelectedPositions | None = None
@@ -75,10 +77,15 @@ class AttentionRecorder:
             )
         for block in self.structure.blocks:
             stack.callback(block.register_forward_pre_hook(self._enter_block).remove)
+        for module in decoder.modules():
+            if type(module).__name__.endswith("Indexer"):
+                run = functools.partial(self._run_indexer, module, module.forward)
+                stack.enter_context(forward_replaced(module, run))
 
     def clear(self) -> None:
         """Let go of everything."""
         self.records.clear()
+        self._chosen.clear()
         self._rules, self._masks, self._mode = [], None, None
 
     # ---- the two passes ----
@@ -86,6 +93,7 @@ class AttentionRecorder:
     def start_seek(self, instances: Instances, score_context: bool) -> None:
         """Record from here on; with `score_context` the attention that tokens receive, too."""
         self.records.clear()
+        self._chosen.clear()
         self._calls.clear()
         self._entered: set[int] = set()
         self._rules, self._masks = [], RowMasks()
@@ -137,7 +145,8 @@ class AttentionRecorder:
         records = self.records.values()
         waiting = [carried.values for record in records for carried in (record.at_key, record.at_value)]
         kept = [tensor for record in records for tensor in (record.key, record.value)]
-        return [*kept, *(values for values in waiting if values is not None)]
+        chosen = [indices for indices in self._chosen.values() if indices is not None]
+        return [*kept, *chosen, *(values for values in waiting if values is not None)]
 
     def mixes_documents(self) -> bool:
         """Whether the masks of the last seek let packed documents of a row attend to each other."""
@@ -147,6 +156,11 @@ class AttentionRecorder:
 
     def _attention(self, module, query, key, value, attention_mask, **kwargs):
         """The registered attention function."""
+        if getattr(module, "indexer", None) is not None and kwargs.get("indices") is None:
+            raise UnsupportedModelError(
+                f"The {self.structure.model_type!r} model does not give its attention the keys that its indexer chose, so they are "
+                "not known."
+            )
         if self._mode == "ditch":
             return self._ditch_attention(module, query, key, value, attention_mask, **kwargs), None
         if self._mode == "seek":
@@ -154,6 +168,8 @@ class AttentionRecorder:
             if self._score_context and self.structure.block_index(module) in self.context_blocks:
                 self._score(module, query, key, value, attention_mask, **kwargs)
         base = eager_function(module) if self.implementation == "eager" else AttentionInterface()[self.implementation]
+        if self.implementation in ("eager", "sdpa"):  # to which the model gives a mask; kernels take the indices
+            attention_mask = chosen_keys(attention_mask, kwargs.pop("indices", None))
         return base(module, query, key, value, attention_mask, **kwargs)
 
     def _record(self, module, key, value):
@@ -200,26 +216,50 @@ class AttentionRecorder:
         return module, call
 
     @torch.no_grad()
-    def _score(self, module, query, key, value, attention_mask, **kwargs):
+    def _score(self, module, query, key, value, attention_mask, indices=None, **kwargs):
         rule = self._rule_of(attention_mask)
+
+        def rows(queries):
+            own = None if indices is None else _gather_rows(indices, queries)
+            return chosen_keys(rule.rows(queries), own)
+
         kwargs.pop("dropout", None)
         received = attention_received(
-            lambda queries: attention_weights(
-                module, rows_at(query, queries), key, value, rule.rows(queries), **kwargs
-            ),
+            lambda queries: attention_weights(module, rows_at(query, queries), key, value, rows(queries), **kwargs),
             self._instances.ids >= 0,
             query.shape[1],
         )
         self._context_parts.append(received)
 
-    def _ditch_attention(self, module, query, key, value, attention_mask, **kwargs):
+    def _run_indexer(self, module, forward, *args, **kwargs):
+        """Stands for an indexer, which chooses the keys of every query without gradient: in the ditch pass it chooses as before."""
+        if self._mode == "ditch":
+            chosen, indices = self._chosen[module], self._selection.indices
+            if chosen is None:
+                return torch.arange(self._n_tokens, device=indices.device).expand(*indices.shape, -1)
+            return _gather_rows(chosen, indices)
+        chosen = forward(*args, **kwargs)
+        if self._mode == "seek":
+            rows, n = self._instances.ids.shape
+            if not isinstance(chosen, torch.Tensor) or chosen.shape[:2] != (rows, n) or chosen.is_floating_point():
+                raise UnsupportedModelError(
+                    f"The indexer of the {self.structure.model_type!r} model gives something else than the chosen keys of every "
+                    "token, so it cannot be recorded."
+                )
+            self._chosen[module] = chosen if chosen.shape[2] < n else None
+        return chosen
+
+    def _ditch_attention(self, module, query, key, value, attention_mask, indices=None, **kwargs):
         if attention_mask is None or attention_mask.shape[-1] == key.shape[2] != self._n_tokens:
             raise UnsupportedModelError(
                 f"The {self.structure.model_type!r} model gives its attention another mask than that of transformers' mask "
                 "interface, so the rows of the selected tokens are not known."
             )
         key, value = self._splice(module, key, value)
-        return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
+        if indices is None:
+            return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
+        rows = chosen_keys(attention_mask, indices)  # of this layer only
+        return attend_selected(module, query, key, value, rows, RowMasks(), **kwargs)
 
     def _mask(self, *args, **kwargs):
         """The registered mask function: called once per mask, in the same order in both passes."""
@@ -333,6 +373,11 @@ class AttentionRecorder:
                 "interface, and its keys and values show nowhere else, so they cannot be recorded. It mixes tokens in "
                 "another way, or writes its attention out in a way that is not known here."
             )
+
+
+def _gather_rows(values: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """(B, n, t) -> (B, q, t), at (B, q) positions."""
+    return values.gather(1, queries[..., None].expand(-1, -1, values.shape[2]))
 
 
 def _with_argument(name, value, module, args, kwargs):

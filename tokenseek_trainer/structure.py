@@ -22,7 +22,7 @@ from .positions import position_modules
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
-ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
 TOKENWISE_LAYER_TYPES = ("mlp", "moe")
 # What mixes tokens in other layers, by words of their type in transformers' configs.
 MIXED_BY = {
@@ -31,7 +31,6 @@ MIXED_BY = {
     "recurrent": "a recurrence",
     "conv": "a convolution over tokens",
     "hybrid": "a state space, a convolution or linear attention beside attention",
-    "indexed": "sparse attention, whose indexer reads all tokens",
     "compressed": "attention to keys that are each made from several tokens",
 }
 
