@@ -97,7 +97,7 @@ def test_the_context_score_of_a_block_without_attention_is_refused():
     [
         ("qwen3_next", "linear_attention (linear attention or a state space), which mix tokens outside attention"),
         ("lfm2_moe", "conv (a convolution over tokens)"),
-        ("deepseek_v32", "indexed_attention (sparse attention, whose indexer reads all tokens)"),
+        ("deepseek_v4", "heavily_compressed_attention (attention to keys that are each made from several tokens)"),
         ("reformer", "does not run on a part of its tokens"),
         ("doge", "another mask than that of transformers' mask interface"),
         ("dory", "runs one block twice"),
