@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tokenseek_trainer import TokenSeekConfig
 from tokenseek_trainer.errors import SelfCheckError, UnsupportedModelError
 from tokenseek_trainer.evaluation import save_result
+from tokenseek_trainer.objective import OWN_LABELS
 from tokenseek_trainer.provenance import provenance
 from tokenseek_trainer.routing import COEFFICIENTS
 from tokenseek_trainer.selection import TokenSelection, select
@@ -110,6 +111,8 @@ def check_model(model) -> dict:
             continue
         check_batch(model, batch_name, make(), errors, refused)
     errors["stock loss"] = stock_loss_error(model, BATCHES["padded"]())
+    if model.loss_function not in OWN_LABELS:
+        errors["parts"] = parts_error(model, BATCHES["padded"](), SELECTIONS["random"])
     if has_router_loss(model):
         errors["router loss"] = router_loss_error(model, without_positions(ragged_batch((9, 16))))
     model.set_attn_implementation("eager")
@@ -175,6 +178,26 @@ def stock_loss_error(model, batch: dict) -> float:
     return float(abs(loss - expected) / expected)
 
 
+def parts_error(model, batch: dict, config: TokenSeekConfig) -> float:
+    """Difference that running the kept tokens in three parts makes, which must be none."""
+    loss, instances, selection = ditch(model, batch, config)
+    whole = gradients(model)
+    with TokenSeekSession(model, config) as session:
+        session.seek(batch, instances, scoring=False)
+        in_parts = ditch_in_parts(session, batch, instances, selection, 3)
+    return max(relative_error(gradients(model), whole), float(abs(in_parts - loss.detach()) / abs(loss.detach())))
+
+
+def ditch_in_parts(session, batch: dict, instances, selection: TokenSelection, count: int = 2) -> torch.Tensor:
+    """Every part's ditch pass and backward after a seek; the sum of their losses."""
+    parts, losses = selection.parts(count), []
+    for number, part in enumerate(parts):
+        loss = session.ditch(batch, instances, part, to_come=parts[number + 1 :])
+        loss.backward()
+        losses.append(loss.detach().double())
+    return torch.stack(losses).sum()
+
+
 def has_router_loss(model) -> bool:
     """Whether the model has an auxiliary loss of its experts' router, which is off by default."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and any(
@@ -189,7 +212,6 @@ def router_loss_error(model, batch: dict) -> float:
     for name in COEFFICIENTS:  # the usual 0.001 would hide an error
         if hasattr(model, name):
             setattr(model, name, 1.0)
-    total = torch.zeros((), dtype=torch.float64)
     with TokenSeekSession(model, SELECTIONS["paper"]) as session:
         instances = session.instances(batch)
         session.seek(batch, instances, scoring=False)
@@ -199,11 +221,7 @@ def router_loss_error(model, batch: dict) -> float:
             instances.ids >= 0,
             instances.supervised.double(),
         )
-        parts = everything.parts(2)
-        for number, part in enumerate(parts):
-            loss = session.ditch(batch, instances, part, to_come=parts[number + 1 :])
-            loss.backward()
-            total += loss.detach()
+        total = ditch_in_parts(session, batch, instances, everything)
     ours = gradients(model)
     output = model(**inspect_model(model).with_own_positions(batch), use_cache=False)
     output.loss.backward()

@@ -87,18 +87,22 @@ def test_a_decoder_of_barts_kind_trains_as_with_the_stock_trainer(tmp_path):
     """At ratio 1.0 to the bit; below it the logged loss of all tokens is the stock loss."""
     rows = [{"input_ids": list(range(1, 13)), "labels": [*range(2, 13), -100]}] * 4
     seen = {}
-    for name, ratio in (("stock", None), ("all", 1.0), ("half", 0.5)):
+    for name, ratio, parts in (("stock", None, 1), ("all", 1.0, 1), ("half", 0.5, 1), ("half in parts", 0.5, 3)):
         model = tiny_family_model("bart", torch.float32)
         args = {"model": model, "args": arguments(tmp_path), "train_dataset": rows}
         if ratio is None:
             trainer = Trainer(**args, data_collator=without_positions)
         else:
-            trainer = TokenSeekTrainer(**args, tokenseek=TokenSeekConfig(ratio=ratio))
+            trainer = TokenSeekTrainer(**args, tokenseek=TokenSeekConfig(ratio=ratio, parts=parts))
         trainer.train()
         seen[name] = trainer.state.log_history
     assert [log["loss"] for log in seen["stock"][:2]] == [log["loss"] for log in seen["all"][:2]]
     assert seen["half"][0]["full_loss"] == pytest.approx(seen["stock"][0]["loss"], rel=1e-5)
     assert seen["half"][0]["kept_fraction"] == pytest.approx(0.5)
+    for log, in_parts in zip(seen["half"][:2], seen["half in parts"][:2], strict=True):
+        assert in_parts["loss"] == pytest.approx(log["loss"], rel=1e-5)
+        assert in_parts["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-5)
+        assert in_parts["saved_mib"] < log["saved_mib"]
 
 
 def test_labels_that_are_the_tokens_themselves_are_refused(tmp_path):

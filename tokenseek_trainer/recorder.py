@@ -86,6 +86,7 @@ class AttentionRecorder:
         """Let go of everything."""
         self.records.clear()
         self._chosen.clear()
+        self._used_masks = {}
         self._rules, self._masks, self._mode = [], None, None
 
     # ---- the two passes ----
@@ -125,6 +126,7 @@ class AttentionRecorder:
             record.uses = 0
         self._n_tokens = self._instances.ids.shape[1]
         self._n_masks = 0
+        self._used_masks: dict[int, torch.Tensor] = {}
         self._calls.clear()
         self._mode = "ditch"
 
@@ -255,6 +257,9 @@ class AttentionRecorder:
                 f"The {self.structure.model_type!r} model gives its attention another mask than that of transformers' mask "
                 "interface, so the rows of the selected tokens are not known."
             )
+        if id(attention_mask) not in self._used_masks:
+            self._used_masks[id(attention_mask)] = attention_mask
+            self._refuse_sight_of(self._done, attention_mask)
         key, value = self._splice(module, key, value)
         if indices is None:
             return attend_selected(module, query, key, value, attention_mask, self._masks, **kwargs)
@@ -267,9 +272,9 @@ class AttentionRecorder:
             rule = self._rules[self._n_masks]
             self._n_masks += 1
             rows = rule.rows(self._selection.indices)
-            self._refuse_sight_of(self._done, rows)
             if not self.structure.attention_by_hand:
-                return rows
+                return rows  # seen again by each attention that uses it
+            self._refuse_sight_of(self._done, rows)
             if self.implementation == "eager":  # it adds the mask itself
                 return self._masks.bias(rows, kwargs.get("dtype", torch.float32), 1)
             return rows | ~rows.any(-1, keepdim=True)  # an empty slot may see nothing, which would be NaN

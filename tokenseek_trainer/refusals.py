@@ -3,6 +3,7 @@
 from torch.utils.data import IterableDataset
 
 from .errors import ConfigError, UnsupportedModelError
+from .objective import OWN_LABELS
 from .structure import ModelStructure
 
 
@@ -66,7 +67,7 @@ def _refuse_parts(trainer, structure: ModelStructure) -> None:
     parts, optim = trainer.tokenseek.parts, str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if parts == 1:
         return
-    if not structure.shift:
+    if structure.lm.loss_function in OWN_LABELS:
         raise UnsupportedModelError(
             f"parts={parts} is not supported for {structure.model_type!r}: its tokens may attend to later ones, or "
             "a label belongs to a row. Set parts=1."
