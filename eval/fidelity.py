@@ -1,13 +1,16 @@
 """Does a model trained on a tenth of its tokens come out as good? Learning curves of SmolLM2-135M under selection rules.
 
     python eval/fidelity.py masked rates         run what is missing of these studies (hours for all), write their results
+    python eval/fidelity.py lora --cases full default --seeds 0
     python eval/fidelity.py --list               what there is
 
 Each study is a sweep (`tokenseek sweep`) over a recipe in eval/fidelity: one process at a time, float32, finished cells skipped.
+A study's results hold every cell ever finished; a cell that is run again replaces its former figures.
 Needs the model of the quickstart (`make runs/models/SmolLM2-135M-Instruct/config.json`).
 """
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +144,21 @@ def compact(cell: dict) -> dict:
     }
 
 
+def collect(name: str, study: Study, cells: list[dict]) -> None:
+    """Write the results of finished cells, among those that are written already."""
+    path = HERE / "results" / f"fidelity_{name}.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else []
+    merged = {(cell["group"], cell["seed"]): cell for cell in [*known, *map(compact, cells)]}
+    order = {(cell.group, cell.seed): place for place, cell in enumerate(study.cells())}
+    result = {
+        "benchmark": "fidelity",
+        "study": name,
+        "about": study.about,
+        "cells": [merged[key] for key in sorted(merged.keys() & order.keys(), key=order.__getitem__)],
+    }
+    save_result({**result, "versions": cells[0]["versions"], "hardware": cells[0]["hardware"]}, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", choices=[[], *STUDIES], metavar="STUDY", default=[])
@@ -148,6 +166,8 @@ def main() -> int:
     parser.add_argument(
         "--data", help="local copies of the benchmarks that a study evaluates on (default: from the hub)"
     )
+    parser.add_argument("--seeds", type=int, nargs="+", help="only cells of these seeds")
+    parser.add_argument("--cases", nargs="+", help="only cells of these cases")
     parser.add_argument("--collect", action="store_true", help="run nothing, write the results of the finished cells")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -158,26 +178,24 @@ def main() -> int:
     for name in options.studies:
         study = STUDIES[name]
         folder = options.folder / name
+        chosen = [
+            cell
+            for cell in study.cells()
+            if (not options.seeds or cell.seed in options.seeds) and (not options.cases or cell.group in options.cases)
+        ]
+        if not chosen:
+            parser.error(f"no such cell in {name}: its cases are {', '.join(study.cases)}; seeds {study.seeds}")
         if not options.collect:
             failed += sweep(
                 HERE / "fidelity" / f"{study.recipe}.yaml",
-                study.cells(),
+                chosen,
                 folder,
                 suite=study.suite,
                 evaluation=(*study.evaluation, *(("--data", options.data) if study.suite and options.data else ())),
             )
         cells = read_cells(folder, study.cells())
         if cells:
-            result = {
-                "benchmark": "fidelity",
-                "study": name,
-                "about": study.about,
-                "cells": [compact(cell) for cell in cells],
-            }
-            save_result(
-                {**result, "versions": cells[0]["versions"], "hardware": cells[0]["hardware"]},
-                HERE / "results" / f"fidelity_{name}.json",
-            )
+            collect(name, study, cells)
     return 1 if failed else 0
 
 
