@@ -191,6 +191,13 @@ def test_a_hub_name_without_network_finds_the_shipped_config_or_says_what_is_kno
 
 @pytest.mark.parametrize("available", [0, 3, 8, 100, 1000, 10**6])
 @pytest.mark.parametrize("need", [lambda n: 5 + 3 * n, lambda n: 5 + n * n // 10, lambda n: max(500, n * n)])
+def test_with_slack_it_is_nearly_the_greatest(need, available):
+    expected, found = greatest(need, available, 500), greatest(need, available, 500, slack=0.1)
+    assert expected / 1.1 <= found <= expected
+
+
+@pytest.mark.parametrize("available", [0, 3, 8, 100, 1000, 10**6])
+@pytest.mark.parametrize("need", [lambda n: 5 + 3 * n, lambda n: 5 + n * n // 10, lambda n: max(500, n * n)])
 def test_greatest_equals_counting(need, available):
     expected = max((n for n in range(1, 501) if need(n) <= available), default=0)
     assert greatest(need, available, 500) == expected
@@ -222,7 +229,8 @@ def test_from_the_command_line(tmp_path, capsys):
     assert "full, 1 x 64 tokens, fp32" in lines[0]
     rows = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
     assert [row[0].strip("| ") for row in rows] == list(CASES)
-    assert all(row[8] == "yes" and int(row[9]) >= 64 for row in rows)
+    assert rows[0][7] == rows[0][9] == "100%" and int(rows[2][9].strip("%")) < 100 < int(rows[1][9].strip("%"))
+    assert all(row[10] == "yes" and int(row[11]) >= 64 for row in rows)
 
 
 @pytest.mark.parametrize(

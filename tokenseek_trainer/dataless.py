@@ -1,6 +1,7 @@
 """Run the real code on tensors that have a shape and no data: what stands in where values would be asked for."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from . import session
 from .losses import chunk_size
+from .operations import Operations
 
 
 FOUR_BIT_BLOCK, SCALE_BLOCK = 64, 256  # NF4 with double quantisation
@@ -26,20 +28,28 @@ def masks_as_in_a_run():
 
 
 @contextlib.contextmanager
-def few_chunks():
-    """Let the head see two chunks of positions: the others would need the same memory after them, and much time."""
-    exact = session.losses_and_gradient, session.weighted_loss
+def few_chunks(operations: Operations):
+    """Let the head see two chunks of positions: the others would need the same memory after them, and much time.
+
+    Their operations are counted for the others, too.
+    """
+    exact: tuple[Any, Any] = session.losses_and_gradient, session.weighted_loss
 
     def losses_and_gradient(head, hidden, targets, vocab_size, smoothing, need_gradient):
         n = min(len(hidden), 2 * chunk_size(vocab_size))
         rest = hidden.new_empty(len(hidden) - n, hidden.shape[1] if need_gradient else 0)
-        losses, gradient = exact[0](head, hidden[:n], targets[:n], vocab_size, smoothing, need_gradient)
+        with operations.standing_for(len(hidden) / n):
+            losses, gradient = exact[0](head, hidden[:n], targets[:n], vocab_size, smoothing, need_gradient)
         losses = torch.cat([losses, losses.new_empty(len(hidden) - n)])
         return losses, torch.cat([gradient, rest]) if need_gradient else None
 
     def weighted_loss(head, hidden, targets, weights, vocab_size, *options):
         n = min(len(hidden), 2 * chunk_size(vocab_size))
-        return exact[1](head, hidden[:n], targets[:n], weights[:n], vocab_size, *options)
+        times, first = len(hidden) / n, hidden[:n]
+        with operations.standing_for(times):
+            loss = exact[1](head, first, targets[:n], weights[:n], vocab_size, *options)
+        operations.backward_standing_for(times, loss, first)
+        return loss
 
     session.losses_and_gradient, session.weighted_loss = losses_and_gradient, weighted_loss
     try:

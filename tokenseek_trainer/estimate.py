@@ -1,9 +1,9 @@
 """What a training step needs, before any run: the real code on tensors that have a shape and no data.
 
 The model is built from its config with fake tensors, and one whole step (both passes and the backward) runs on them while every
-storage is counted. So nothing here knows an architecture, and a step that the library cannot run cannot be estimated either.
+storage and every matrix product is counted. So nothing here knows an architecture, and a step that the library cannot run cannot be estimated either.
 
-A model of many equal blocks is run at two small depths, and the rest follows: bytes are linear in the depth.
+A model of many equal blocks is run at two small depths, and the rest follows: both are linear in the depth.
 """
 
 import copy
@@ -23,6 +23,7 @@ from .dataless import AnswersWithoutData, few_chunks, masks_as_in_a_run, on_cpu,
 from .errors import ConfigError, UnsupportedModelError, closest
 from .instances import Instances
 from .memory import LiveTensors, SavedBytes
+from .operations import Operations
 from .selection import TokenSelection
 from .session import TokenSeekSession
 from .structure import inspect_model
@@ -47,8 +48,8 @@ ADAPTER = {"r": 8, "target_modules": "all-linear"}
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one training step.
+class StepEstimate:
+    """Bytes and operations of one training step.
 
     Attributes:
         parameters: all weights and buffers.
@@ -57,6 +58,7 @@ class MemoryEstimate:
         saved: what one micro-batch keeps for the backward: by autograd, and recorded keys and values.
         keys_values: the recorded keys and values alone (0 in ordinary training).
         peak: greatest sum of all live tensors at any moment, weights and optimizer state included.
+        operations: floating-point operations of the matrix products of one micro-batch, forward and backward.
     """
 
     parameters: float
@@ -65,6 +67,7 @@ class MemoryEstimate:
     saved: float
     keys_values: float
     peak: float
+    operations: float
 
 
 def load_config(name: str):
@@ -110,7 +113,7 @@ def estimate(
     checkpointing: bool = False,
     autocast: bool = False,
     adapter: dict | None = None,
-) -> MemoryEstimate:
+) -> StepEstimate:
     """The memory of one training step with every row full and every position supervised.
 
     Args:
@@ -136,10 +139,13 @@ def estimate(
 
     def measure(n_blocks):
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its errors are raised, too
-        with FakeTensorMode(allow_non_fake_inputs=True), masks_as_in_a_run(), few_chunks():
+        operations = Operations()
+        with FakeTensorMode(allow_non_fake_inputs=True), masks_as_in_a_run(), few_chunks(operations):
             model, casting = build(n_blocks), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
             try:
-                return _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
+                with operations:
+                    found = _measure(model, casting, tokens, batch, None if ordinary else tokenseek, optim)
+                return {**found, "operations": operations.total}
             except (RuntimeError, NotImplementedError) as error:
                 raise UnsupportedModelError(
                     f"A step of this {config.model_type!r} model does not run on tensors without data, so it cannot be estimated "
@@ -163,11 +169,11 @@ def least_bytes(config, method: str, dtype: str, optim: str, adapter: dict | Non
     return weights + round(sum(p.nbytes + p.numel() * OPTIMIZERS[optim](p.element_size()) for p in trained))
 
 
-def _sum_up(measured: dict[str, float]) -> MemoryEstimate:
+def _sum_up(measured: dict[str, float]) -> StepEstimate:
     """The peak is that of the worst phase; each phase by itself is linear in the depth."""
     phases = [value for name, value in measured.items() if name.startswith("peak ")]
-    values = {f.name: round(measured[f.name]) for f in fields(MemoryEstimate) if f.name != "peak"}
-    return MemoryEstimate(**values, peak=values["parameters"] + values["optimizer"] + round(max(phases)))
+    values = {f.name: round(measured[f.name]) for f in fields(StepEstimate) if f.name != "peak"}
+    return StepEstimate(**values, peak=values["parameters"] + values["optimizer"] + round(max(phases)))
 
 
 def _check(tokens, batch, method, dtype, optim) -> None:
@@ -227,7 +233,7 @@ class _Builder:
 def _measure(
     model, casting, tokens: int, batch: int, tokenseek: TokenSeekConfig | None, optim: str
 ) -> dict[str, float]:
-    """The fields of `MemoryEstimate`, with a peak for each phase of the step."""
+    """The bytes of `StepEstimate`, with a peak for each phase of the step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
     step = _ordinary_step if tokenseek is None else _tokenseek_step

@@ -95,7 +95,7 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # a sparse one is made of such
                 self._follow(tensor.untyped_storage())
         return output
 

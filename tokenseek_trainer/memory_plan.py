@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from .config import TokenSeekConfig
 from .errors import ConfigError
-from .estimate import DTYPES, MemoryEstimate, estimate, load_config
+from .estimate import DTYPES, StepEstimate, estimate, load_config
 
 
 CASES = {  # tokens ditched, activation checkpointing
@@ -32,7 +32,7 @@ class Plan:
     autocast: bool = False
     adapter: dict | None = None
 
-    def estimate(self, case: str, **changes) -> MemoryEstimate:
+    def estimate(self, case: str, **changes) -> StepEstimate:
         """The estimate of one of `CASES`, with other settings where `changes` names them."""
         ditches, checkpointing = CASES[case]
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
@@ -42,12 +42,12 @@ class Plan:
         return estimate(self.config, **settings)
 
     def longest(self, case: str, memory: int) -> int:
-        """The longest row, in multiples of 128 tokens, of which `batch` fit into `memory` bytes; 0 if none does."""
-        return 128 * greatest(lambda n: self.estimate(case, tokens=128 * n).peak, memory, LONGEST // 128)
+        """The longest row, in multiples of 128 tokens and to 1 %, of which `batch` fit into `memory` bytes; 0 if none does."""
+        return 128 * greatest(lambda n: self.estimate(case, tokens=128 * n).peak, memory, LONGEST // 128, slack=0.01)
 
     def largest(self, case: str, memory: int) -> int:
-        """The largest batch that fits into `memory` bytes; 0 if none does."""
-        return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST)
+        """The largest batch, to 1 %, that fits into `memory` bytes; 0 if none does."""
+        return greatest(lambda n: self.estimate(case, batch=n).peak, memory, LARGEST, slack=0.01)
 
 
 def plan_of_recipe(recipe, tokens: int | None = None) -> Plan:
@@ -87,12 +87,23 @@ def case_of_recipe(recipe) -> str:
 
 
 def estimate_lines(plan: Plan, memory: int | None = None) -> Iterator[str]:
-    """A Markdown table with a column per component and a row per case, in GiB, line by line as they are found.
+    """A Markdown table with a row per case, line by line as they are found: GiB per component, operations of a micro-batch.
 
     Args:
         memory: bytes of the device; adds whether each case fits, the longest row and the largest batch.
     """
-    head = ["", "weights", "gradients", "optimizer", "kept for backward", "of it keys, values", "peak", "of ordinary"]
+    head = [
+        "",
+        "weights",
+        "gradients",
+        "optimizer",
+        "kept for backward",
+        "of it keys, values",
+        "peak",
+        "share",
+        "TFLOP",
+        "share",
+    ]
     if memory is not None:
         head += ["fits", "longest row", "largest batch"]
     yield "| " + " | ".join(head) + " |"
@@ -103,6 +114,7 @@ def estimate_lines(plan: Plan, memory: int | None = None) -> Iterator[str]:
         ordinary = ordinary or found
         parts = (found.parameters, found.gradients, found.optimizer, found.saved, found.keys_values, found.peak)
         cells = [case, *(f"{part / 2**30:.2f}" for part in parts), f"{found.peak / ordinary.peak:.0%}"]
+        cells += [f"{found.operations / 1e12:.3g}", f"{found.operations / ordinary.operations:.0%}"]
         if memory is not None:
             cells += [
                 "yes" if found.peak <= memory else "no",
@@ -112,13 +124,16 @@ def estimate_lines(plan: Plan, memory: int | None = None) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def greatest(need, available: float, limit: int) -> int:
-    """The greatest n in 1..limit with need(n) <= available, 0 if there is none. `need` rises, nearly along a line."""
+def greatest(need, available: float, limit: int, slack: float = 0.0) -> int:
+    """The greatest n in 1..limit with need(n) <= available, 0 if there is none. `need` rises, nearly along a line.
+
+    With `slack`, an n may be returned that is smaller than the greatest, by at most this share.
+    """
     low, high, known, n = 0, limit + 1, {}, 1
     while True:
         known[n] = need(n)
         low, high = (n, high) if known[n] <= available else (low, n)
-        if high - low <= 1:
+        if high - low <= max(1.0, slack * low):
             return low
         a, b = (sorted(known, key=lambda m: abs(known[m] - available)) * 2)[:2]  # the line through the two nearest
         guess = a + (available - known[a]) * (b - a) / (known[b] - known[a]) if known[a] != known[b] else 4 * low

@@ -60,6 +60,7 @@ class AttentionRecorder:
         self._calls: dict[nn.Module, int] = {}
         self._chosen: dict[nn.Module, torch.Tensor | None] = {}  # by indexer; None: it chose all keys
         self._rules: list[MaskRule] = []
+        self._used_masks: dict[int, torch.Tensor] = {}
         self._masks: RowMasks | None = None
         self.positions: SelectedPositions | None = None
         self._done: list[SelectedPositions] = []
@@ -86,7 +87,7 @@ class AttentionRecorder:
         """Let go of everything."""
         self.records.clear()
         self._chosen.clear()
-        self._used_masks = {}
+        self._used_masks.clear()
         self._rules, self._masks, self._mode = [], None, None
 
     # ---- the two passes ----
@@ -126,7 +127,7 @@ class AttentionRecorder:
             record.uses = 0
         self._n_tokens = self._instances.ids.shape[1]
         self._n_masks = 0
-        self._used_masks: dict[int, torch.Tensor] = {}
+        self._used_masks = {}
         self._calls.clear()
         self._mode = "ditch"
 

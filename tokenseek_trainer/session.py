@@ -33,6 +33,7 @@ from .routing import RouterLogits, router_coefficient
 from .scoring import SeekResult, gradient_magnitude, tokens_first
 from .selection import TokenSelection
 from .structure import ModelStructure, context_blocks, inspect_model
+from .tied_gradient import TiedGradient
 
 
 NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
@@ -66,6 +67,8 @@ class TokenSeekSession:
         self.attention = AttentionRecorder(self.structure, config.kv_store, context_blocks(config, self.structure))
         self.records = self.attention.records
         self.routers = RouterLogits()
+        lm = self.structure.lm
+        self.tied = TiedGradient(lm.get_input_embeddings(), lm.get_output_embeddings())
         self._statistics: TokenStatistics | None = None
         self._head_input: torch.Tensor | None = None
         self._open = contextlib.ExitStack()
@@ -80,6 +83,7 @@ class TokenSeekSession:
         undo_cpu_packing(self.structure.lm)
         with contextlib.ExitStack() as stack:
             self.attention.attach(stack)
+            self.tied.attach(stack)
             self._model_forward = stack.enter_context(forward_replaced(outer, self._run_model))
             self._decoder_forward = stack.enter_context(forward_replaced(decoder, self._run_decoder))
             for module in decoder.modules():
@@ -95,6 +99,7 @@ class TokenSeekSession:
         self._open.close()
         self.attention.clear()
         self.routers.clear()
+        self.tied.start(ditches=False)
         self._mode, self._top = None, None
 
     # ---- the passes ----
@@ -131,6 +136,7 @@ class TokenSeekSession:
         self._mode = "seek"
         self.attention.start_seek(instances, self._score_context)
         self.routers.clear()
+        self.tied.start(ditches=False)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(dropout_off(self.structure.outer))
@@ -187,6 +193,7 @@ class TokenSeekSession:
         self._selection, self._to_come, self._mode = selection, to_come, "ditch"
         self._router_weight = router_coefficient(self.structure.lm) if router_weight is None else router_weight
         self.attention.start_ditch(instances, selection, to_come)
+        self.tied.start(ditches=True)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
             inputs = self._inputs(inputs, instances)
             if not self.structure.loss_per_row:  # a classifier's head sees all tokens, its decoder the selected ones
