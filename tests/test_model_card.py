@@ -14,7 +14,9 @@ from tokenseek_trainer.cli import main
 from tokenseek_trainer.errors import ConfigError
 from tokenseek_trainer.estimate import estimate
 from tokenseek_trainer.memory import MIB, SavedBytes
+from tokenseek_trainer.memory_plan import plan_of_recipe
 from tokenseek_trainer.model_card import MARK
+from tokenseek_trainer.recipe import load_recipe
 from tokenseek_trainer.testing import ragged_batch, tiny_model
 
 
@@ -49,9 +51,12 @@ def test_a_card_says_what_the_run_did_and_its_code_loads_the_model(workspace, mo
     assert f"| tokens kept, measured | {sum(kept) / len(kept):.1%} |" in card
     assert "scorer gradient, selection sample, from supervised tokens" in card
     assert "| optimizer steps | 2 |" in card
-    assert re.search(r"^\| time of an optimizer step \| [\d.e-]+ s measured \|$", card, re.MULTILINE)
+    time = r"^\| time of an optimizer step \| ([\d.e-]+) s measured; .*: ([\d.]+) times .* about ([\d.e-]+) s, estimated \|$"
+    of_step, times, of_ordinary = map(float, re.search(time, card, re.MULTILINE).groups())
+    assert of_ordinary == pytest.approx(times * of_step, rel=0.02)
     assert f"torch {torch.__version__}" in card and "arxiv.org/abs/2601.19739" in card
 
+    plan = plan_of_recipe(load_recipe(workspace / "recipe.yaml"))
     measured = re.search(r"([\d.]+) MiB measured, for a micro-batch of 4 x (\d+) tokens; .*: ([\d.]+) MiB", card)
     assert float(measured[1]) == round(saved, 1)
     model = AutoModelForCausalLM.from_pretrained(workspace / "model").train()
@@ -59,6 +64,8 @@ def test_a_card_says_what_the_run_did_and_its_code_loads_the_model(workspace, mo
     with SavedBytes(model) as ordinary:
         model(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: B018
     assert float(measured[3]) == pytest.approx(ordinary.total / MIB, abs=0.051)
+    operations = [plan.estimate(case, tokens=ids.shape[1], batch=4).operations for case in ("ordinary", "TokenSeek")]
+    assert times == pytest.approx(operations[0] / operations[1], abs=0.005)
 
     names = {}
     exec(code_of(card, "python"), names)

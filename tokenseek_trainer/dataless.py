@@ -33,7 +33,8 @@ def few_chunks(operations: Operations):
 
     Their operations are counted for the others, too.
     """
-    exact: tuple[Any, Any] = session.losses_and_gradient, session.weighted_loss
+    calls: Any = session
+    exact = calls.losses_and_gradient, calls.weighted_loss
 
     def losses_and_gradient(head, hidden, targets, vocab_size, smoothing, need_gradient):
         n = min(len(hidden), 2 * chunk_size(vocab_size))
@@ -51,11 +52,11 @@ def few_chunks(operations: Operations):
         operations.backward_standing_for(times, loss, first)
         return loss
 
-    session.losses_and_gradient, session.weighted_loss = losses_and_gradient, weighted_loss
+    calls.losses_and_gradient, calls.weighted_loss = losses_and_gradient, weighted_loss
     try:
         yield
     finally:
-        session.losses_and_gradient, session.weighted_loss = exact
+        calls.losses_and_gradient, calls.weighted_loss = exact
 
 
 def on_cpu(model: nn.Module) -> nn.Module:

@@ -83,7 +83,8 @@ def case_of_recipe(recipe) -> str:
     """Which of `CASES` a `Recipe` is."""
     names = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing = any(recipe.training.get(name, False) for name in names)
-    return next(name for name, case in CASES.items() if case == (recipe.tokenseek.ratio < 1, checkpointing))
+    ditches = recipe.tokenseek.ratio < 1 or recipe.tokenseek.parts > 1
+    return next(name for name, case in CASES.items() if case == (ditches, checkpointing))
 
 
 def estimate_lines(plan: Plan, memory: int | None = None) -> Iterator[str]:

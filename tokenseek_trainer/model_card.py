@@ -9,6 +9,7 @@ import transformers
 import yaml
 
 from .config import TokenSeekConfig
+from .estimate import StepEstimate
 from .files import write_whole
 from .memory import MIB
 from .provenance import provenance
@@ -37,7 +38,8 @@ class CardFacts:
         log: the trainer's log history.
         steps: optimizer steps made.
         measured: rows and tokens of the micro-batch whose saved bytes were counted last, and these bytes; None: none was.
-        ordinary_mib: what ordinary full fine-tuning would keep for that micro-batch, by estimate. None: not estimated.
+        ordinary: what ordinary full fine-tuning would need for that micro-batch. None: not estimated.
+        own: what the run itself needs for it, by the same reckoning. None: not estimated.
         recipe: of the run, as plain data; None: there was none.
         metadata: further entries of the head, e.g. {"license": "apache-2.0"}.
     """
@@ -46,7 +48,8 @@ class CardFacts:
     log: list[dict[str, Any]]
     steps: int
     measured: tuple[int, int, int] | None = None
-    ordinary_mib: float | None = None
+    ordinary: StepEstimate | None = None
+    own: StepEstimate | None = None
     recipe: dict[str, Any] | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -105,13 +108,23 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     if facts.measured is not None:
         n_rows, tokens, saved = facts.measured
         text = f"{saved / MIB:.1f} MiB measured, for a micro-batch of {n_rows} x {tokens} tokens"
-        if facts.ordinary_mib is not None:
-            text += f"; ordinary full fine-tuning: {facts.ordinary_mib:.1f} MiB estimated"
+        if facts.ordinary is not None:
+            text += f"; ordinary full fine-tuning: {facts.ordinary.saved / MIB:.1f} MiB estimated"
         rows.append(("kept for the backward", text))
-    rows.append(("time of an optimizer step", _mean(facts.log, "step_seconds", ".3g", " s measured")))
+    rows.append(("time of an optimizer step", _time(facts)))
     rows.append(("peak device memory", _last(facts.log, "peak_memory_mib", ".0f", " MiB")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return [(name, text) for name, text in rows if text]
+
+
+def _time(facts: CardFacts) -> str:
+    """Measured, and that of ordinary full fine-tuning if time follows the matrix products."""
+    text = _mean(facts.log, "step_seconds", ".3g", " s measured")
+    if not text or facts.ordinary is None or facts.own is None:
+        return text
+    times = facts.ordinary.operations / facts.own.operations
+    seconds = statistics.fmean(entry["step_seconds"] for entry in facts.log if "step_seconds" in entry) * times
+    return f"{text}; ordinary full fine-tuning: {times:.2f} times the operations, so about {seconds:.3g} s, estimated"
 
 
 def _mean(log, key, form, unit="") -> str:

@@ -22,12 +22,13 @@ from .adapters import adapter_config, check_keys, quantization_config
 from .collator import TokenSeekCollator
 from .data import encode_classified, encode_rows, load_rows, sft_row
 from .errors import ConfigError
+from .estimate import StepEstimate
 from .evaluation import EvaluationCallback
 from .inspect_callback import InspectCallback
 from .inspect_inputs import parse_rows
 from .interrupt import CheckpointOnInterrupt, Interrupted
 from .memory import MIB, peak_process_bytes
-from .memory_plan import plan_of_recipe
+from .memory_plan import case_of_recipe, plan_of_recipe
 from .metrics import metrics_function
 from .preflight import check_disk_space, check_output_folder, too_large
 from .recipe import Recipe
@@ -116,7 +117,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     _train(trainer, checkpoint)
     seconds = time.perf_counter() - start
     after = _last_evaluation(trainer) if evaluates else {}
-    trainer.ordinary_mib = _ordinary_mib(trainer, recipe)
+    trainer.estimates = _estimates(trainer, recipe)
     trainer.save_model()
     trainer.save_state()
     return _write_summary(trainer, recipe, before, after, seconds)
@@ -279,19 +280,22 @@ def _metrics(evaluation: dict) -> dict:
     return {name: evaluation[key] for key, name in names.items() if name not in other}
 
 
-def _ordinary_mib(trainer, recipe: Recipe) -> float | None:
-    """What ordinary full fine-tuning would keep for the micro-batch that was measured; None for a toy, or if not to be had."""
+def _estimates(trainer, recipe: Recipe) -> tuple[StepEstimate | None, StepEstimate | None]:
+    """What ordinary full fine-tuning, and the run itself, need for the micro-batch that was measured.
+
+    None for a toy, or if not to be had.
+    """
     measured = trainer._training_log.measured
     if measured is None or not trainer.is_world_process_zero():
-        return None
+        return None, None
     if sum(p.nbytes for p in trainer.model.parameters()) < SMALL_MODEL:
-        return None
+        return None, None
     try:
-        plan = plan_of_recipe(recipe, tokens=measured[1])
-        plan = dataclasses.replace(plan, batch=measured[0], method="full", adapter=None, optim="sgd")
-        return plan.estimate("ordinary").saved / MIB
+        own = dataclasses.replace(plan_of_recipe(recipe, tokens=measured[1]), batch=measured[0], optim="sgd")
+        ordinary = dataclasses.replace(own, method="full", adapter=None)
+        return ordinary.estimate("ordinary"), own.estimate(case_of_recipe(recipe))
     except Exception:  # the model is trained: nothing about its card may stop it from being saved
-        return None
+        return None, None
 
 
 def _write_summary(trainer, recipe, before, after, seconds) -> dict:

@@ -52,7 +52,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
 
     # What the model card shows of a run by a recipe; see `CardFacts`.
     recipe: dict[str, Any] | None = None
-    ordinary_mib: float | None = None
+    estimates: tuple[Any, Any] = (None, None)  # of ordinary full fine-tuning, of the run
 
     def __init__(self, *args, tokenseek: TokenSeekConfig | None = None, **kwargs):
         self.tokenseek = TokenSeekConfig() if tokenseek is None else tokenseek
@@ -353,7 +353,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
                 self.state.log_history,
                 self.state.global_step,
                 self._training_log.measured,
-                self.ordinary_mib,
+                *self.estimates,
                 self.recipe,
                 metadata,
             )
