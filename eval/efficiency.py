@@ -4,8 +4,8 @@
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 
-Per case: bytes kept for the backward; the greatest sum of live tensors above weights, gradients and optimizer state; peak of the
-process or device; seconds per step and of each part of it; tokens per second. Random weights (cost does not depend on values), full
+Per case: bytes kept for the backward; the greatest sum of live tensors above weights and optimizer state, by kind; peak of the
+process or device; seconds per step and of each part of it; tokens per second; of the main group also operations. Random weights (cost does not depend on values), full
 rows, everything supervised, AdamW. One round measures every case once, in steps that are timed and one that is counted.
 """
 
@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tokenseek_trainer import TokenSeekConfig
-from tokenseek_trainer.estimate import load_config
+from tokenseek_trainer.estimate import estimate, load_config
 from tokenseek_trainer.memory import LiveTensors, SavedBytes, peak_device_bytes, peak_process_bytes
 from tokenseek_trainer.provenance import provenance
 from tokenseek_trainer.selection import select
@@ -144,15 +144,20 @@ class Case:
             self.forward_options = {"fused_lm_head": True}
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        self.vocab_size = config.vocab_size
+        self.weight_shapes = {tuple(p.shape) for p in trained if p.ndim == 2}
         tokens = torch.randint(0, config.vocab_size, (group["rows"], group["tokens"]), device=self.device)
         self.batch = {"input_ids": tokens, "labels": tokens.clone()}
         self.seconds = {phase: [] for phase in PHASES}
         self.saved = self.keys_values = 0
 
-    def step(self, number: int, counts: bool = False) -> None:
-        """One optimizer step; with `counts` the saved bytes are counted (and the time is not to be used)."""
+    def step(self, number: int, live: LiveTensors | None = None, counts: bool = False) -> None:
+        """One optimizer step; with `counts` the saved bytes are counted (and the time is not to be used).
+
+        Args:
+            live: is told what is saved and what is recorded, unless None.
+        """
         session = nullcontext() if self.config is None else TokenSeekSession(self.model, self.config)
-        self.optimizer.zero_grad()
         with session:
             clock = _Clock(self.device)
             if self.config is not None:
@@ -163,15 +168,17 @@ class Case:
                 selection = select(scores.to(self.device), instances, self.config, step=number)
                 to_come = selection.parts(self.config.parts)
                 self.keys_values = sum(t.untyped_storage().nbytes() for t in session.recorded())
+                if live is not None:
+                    live.mark("recorded keys and values", *session.recorded())
                 self.seconds["seek"].append(clock.lap())
             self.saved, forward, backward = 0, 0.0, 0.0
             for i in range(1 if self.config is None else len(to_come)):
-                with SavedBytes(self.model) if counts else nullcontext() as saved:
+                with _Saved(self.model, live) if counts else nullcontext() as saved:
                     if self.config is None:
                         loss = self.model(**self.batch, use_cache=False, **self.forward_options).loss
                     else:
                         if counts:
-                            saved.add(*session.recorded())
+                            SavedBytes.add(saved, *session.recorded())
                         loss = session.ditch(self.batch, instances, to_come[i], to_come=to_come[i + 1 :])
                 if counts:
                     self.saved = max(self.saved, saved.total)
@@ -181,12 +188,13 @@ class Case:
             self.seconds["ditch forward"].append(forward)
             self.seconds["backward"].append(backward)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         self.seconds["optimizer"].append(clock.lap())
 
     def measure(self, steps: int) -> dict:
         """Warm up, count once, time `steps` steps."""
         self.step(0)
-        live_peak = self._live_peak()
+        live = self._live_peak()
         saved = self.saved
         self.seconds = {phase: [] for phase in PHASES}
         if self.device.type == "cuda":
@@ -201,20 +209,53 @@ class Case:
             "parameter_bytes": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
             "gradient_bytes": sum(p.nbytes for p in trained),
             "optimizer_bytes": sum(t.nbytes for state in self.optimizer.state.values() for t in state.values()),
-            "live_peak_bytes": live_peak,
+            **live,
             "peak_device_bytes": peak_device_bytes(self.device),
             "peak_process_bytes": peak_process_bytes(),
         }
 
-    def _live_peak(self) -> int | None:
-        """Live tensors above the weights and optimizer state; the device's own count is better where there is one."""
+    def _live_peak(self) -> dict:
+        """Live tensors above the weights and optimizer state, in all and by kind; the device's own count is better where there is one.
+
+        And the same for a micro-batch after others, when all gradients are there already.
+        """
         if self.device.type == "cuda":
             self.step(0, counts=True)
-            return None
+            return {"live_peak_bytes": None}
         held = [t for state in self.optimizer.state.values() for t in state.values()]
-        with LiveTensors(self.model, held) as live:
-            self.step(0, counts=True)
-        return live.peak
+        with LiveTensors(self.model, held, self._kind) as first:
+            self.step(0, first, counts=True)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        with LiveTensors(self.model, [*held, *gradients], self._kind) as later:
+            self.step(0, later, counts=True)
+        return {
+            "live_peak_bytes": first.peak,
+            "live_peak_by_kind": first.peak_by_kind,
+            "live_peak_of_later_micro_batches_bytes": later.peak,
+            "live_peak_of_later_micro_batches_by_kind": later.peak_by_kind,
+        }
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        """What a new tensor is, by its shape."""
+        shape = tuple(tensor.shape)
+        if shape in self.weight_shapes or shape[::-1] in self.weight_shapes:
+            return "gradients of weights"
+        return "logits" if shape and shape[-1] == self.vocab_size else "other"
+
+
+class _Saved(SavedBytes):
+    """Tells what is saved to the count of live tensors, too. Logits stay logits."""
+
+    def __init__(self, model, live: LiveTensors | None):
+        super().__init__(model)
+        self._live, self._vocab_size = live, model.get_input_embeddings().weight.shape[0]
+
+    def add(self, *tensors: torch.Tensor) -> None:
+        super().add(*tensors)
+        if self._live is not None:
+            self._live.mark("saved", *(t for t in tensors if t.shape[-1:] != (self._vocab_size,)))
 
 
 class _Clock:
@@ -272,6 +313,21 @@ def case_main(order: dict) -> None:
     Path(order["answer"]).write_text(json.dumps(result))
 
 
+def operations(group: dict, method: str) -> float:
+    """Of the matrix products of a step, by `tokenseek estimate`."""
+    settings, checkpointing = METHODS[method]
+    tokenseek = None if settings is None else TokenSeekConfig(**{"ratio": group["ratio"], **settings})
+    found = estimate(
+        shape(group["model"], group["blocks"]),
+        tokens=group["tokens"],
+        batch=group["rows"],
+        tokenseek=tokenseek,
+        method=group["adapter"],
+        checkpointing=checkpointing,
+    )
+    return found.operations
+
+
 def merged(rounds: list[dict]) -> dict:
     """One case's rounds as one record: all seconds together, with their median and 20th and 80th percentile."""
     seconds = {part: [value for r in rounds for value in r["seconds"][part]] for part in rounds[0]["seconds"]}
@@ -319,6 +375,10 @@ def main() -> None:
                 if (result := run_case(group, method, options)) is not None:
                     found[method].append(result)
         cases = {method: merged(rounds) if rounds else None for method, rounds in found.items()}
+        if not done:  # of the main group: what the step would take if it were bound by matrix products alone
+            for method, case in cases.items():
+                if case is not None and method != SFT:
+                    case["operations"] = operations(group, method)
         done.append({**{key: value for key, value in group.items() if key != "methods"}, "cases": cases})
         result = {
             "benchmark": "efficiency",

@@ -56,19 +56,19 @@ def efficiency() -> str:
     lines = [
         f"{_group_name(main)}, {result['conditions']['dtype']}, AdamW:",
         "",
-        "| | kept for the backward | | live peak above weights, gradients, optimizer | | one step | | seek | forward | backward | optimizer | tokens/s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| | kept for the backward | | one step | | operations | seek | forward | backward | optimizer | tokens/s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, case in main["cases"].items():
-        peaks = [_above(case), _above(base)]
+        operations = f"{case['operations'] / base['operations']:.0%}" if "operations" in case else ""
         parts = [case["parts_median"].get(part) for part in ("seek", "ditch forward", "backward", "optimizer")]
         lines.append(
             f"| {name} | {case['saved_bytes'] / 2**20:.0f} MiB | {case['saved_bytes'] / base['saved_bytes']:.0%} | "
-            f"{peaks[0] / 2**20:.0f} MiB | {peaks[0] / peaks[1]:.0%} | {case['seconds_median']:.2f} s | "
-            f"{case['seconds_median'] / base['seconds_median']:.0%} | "
+            f"{case['seconds_median']:.2f} s | {case['seconds_median'] / base['seconds_median']:.0%} | {operations} | "
             + " | ".join("" if part is None else f"{part:.2f}" for part in parts)
             + f" | {main['rows'] * main['tokens'] / case['seconds_median']:.0f} |"
         )
+    lines += ["", *_live_peaks(main)]
     lines += ["", "The same in other settings, bytes kept / time of a step beside the Trainer's:", ""]
     lines += ["| | " + " | ".join(METHODS[1:]) + " |", "|---|" + "---:|" * (len(METHODS) - 1)]
     for group in others:
@@ -93,6 +93,32 @@ def _group_name(group: dict) -> str:
     blocks = "" if group["blocks"] is None else f", {group['blocks']} blocks"
     adapter = "" if group["adapter"] == "full" else f", {group['adapter']}"
     return f"{group['model']}{blocks}{adapter}, {group['rows']} x {group['tokens']} tokens"
+
+
+KINDS = ("gradients of weights", "saved", "recorded keys and values", "logits", "other")
+
+
+def _live_peaks(group: dict) -> list[str]:
+    """What is alive at the peak, by kind, and how much that is above the gradients, which stay."""
+    lines = [
+        f"Live tensors at the peak beside weights and optimizer state, MiB; above the gradients ({_gradients(group):.0f} MiB), which stay; "
+        "and the same in a micro-batch after others, when all gradients are there from the start:",
+        "",
+        f"| | {' | '.join(KINDS)} | above the gradients | | in later micro-batches | |",
+        "|---|" + "---:|" * (len(KINDS) + 4),
+    ]
+    base = group["cases"]["Trainer"]
+    for name, case in group["cases"].items():
+        kinds = [f"{case['live_peak_by_kind'].get(kind, 0) / 2**20:.0f}" for kind in KINDS]
+        cells = []
+        for value in (_above, lambda case: case["live_peak_of_later_micro_batches_bytes"]):
+            cells += [f"{value(case) / 2**20:.0f}", f"{value(case) / value(base):.0%}"]
+        lines.append(f"| {name} | {' | '.join([*kinds, *cells])} |")
+    return lines
+
+
+def _gradients(group: dict) -> float:
+    return group["cases"]["Trainer"]["gradient_bytes"] / 2**20
 
 
 def _above(case: dict) -> int:

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenseek_trainer import TokenSeekConfig
-from tokenseek_trainer.memory import SavedBytes, llama_layer_elements
+from tokenseek_trainer.memory import LiveTensors, SavedBytes, llama_layer_elements
 from tokenseek_trainer.selection import select
 from tokenseek_trainer.session import TokenSeekSession
 from tokenseek_trainer.testing import ragged_batch
@@ -92,3 +92,19 @@ def test_a_storage_counts_once_and_parameters_do_not_count():
     assert z.requires_grad
     # x for the weight, y for the product (also as a view), and the sum
     assert saved.total == (4 * 8 + 4 * 8 + 1) * FLOAT32
+
+
+def test_live_tensors_are_told_apart_by_kind():
+    layer = torch.nn.Linear(8, 8)
+    with LiveTensors(layer, kind=lambda tensor: "wide" if tensor.shape[-1] == 64 else "other") as live:
+        x = torch.empty(4, 8)
+        wide = torch.empty(4, 64)
+        live.mark("saved", x, x[:2], layer.weight)
+        del wide
+        y = torch.empty(2, 8)
+        assert live.now == (4 * 8 + 2 * 8) * FLOAT32
+    assert live.peak_by_kind == {"other": 4 * 8 * FLOAT32, "wide": 4 * 64 * FLOAT32}
+    with live:
+        z = torch.empty(100, 8)
+    assert live.peak_by_kind == {"saved": 4 * 8 * FLOAT32, "other": (2 * 8 + 100 * 8) * FLOAT32}
+    assert sum(live.peak_by_kind.values()) == live.peak and len(y) + len(z) == 102

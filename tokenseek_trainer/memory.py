@@ -1,6 +1,8 @@
 """Count tensors in bytes of distinct storages: what autograd keeps for the backward, and what is alive at once."""
 
+import collections
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -74,18 +76,24 @@ class LiveTensors(TorchDispatchMode):
     Args:
         model: its weights and buffers do not count.
         others: tensors that do not count either, such as the optimizer's state.
+        kind: names the kind of a new tensor, for `peak_by_kind`. None: all are of one kind.
 
     Attributes:
         now: bytes alive now.
         history: bytes alive after each allocation.
+        peak_by_kind: bytes of each kind alive at the peak.
     """
 
-    def __init__(self, model: nn.Module, others=()):
+    def __init__(self, model: nn.Module, others=(), kind: Callable[[torch.Tensor], str] | None = None):
         super().__init__()
         weights = (*model.parameters(), *model.buffers(), *others)
-        self._known = {t.untyped_storage()._cdata: 0 for t in weights}  # they exist anyway
+        self._known = {t.untyped_storage()._cdata: (0, "") for t in weights}  # they exist anyway
+        self._kind = kind or (lambda tensor: "")
+        self._by_kind: collections.Counter = collections.Counter()
         self.now = 0
         self.history: list[int] = []
+        self._greatest = 0
+        self.peak_by_kind: dict[str, int] = {}
 
     @property
     def peak(self) -> int:
@@ -96,19 +104,37 @@ class LiveTensors(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # a sparse one is made of such
-                self._follow(tensor.untyped_storage())
+                self._follow(tensor)
         return output
 
-    def _follow(self, storage) -> None:
+    def _follow(self, tensor) -> None:
+        storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
-        self._known[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
+        self._known[storage._cdata] = storage.nbytes(), self._kind(tensor)
+        self._count(storage._cdata, 1)
         self.history.append(self.now)
+        if self.now > self._greatest:
+            self._greatest, self.peak_by_kind = self.now, +self._by_kind
         weakref.finalize(storage, self._forget, storage._cdata)
 
+    def _count(self, key: int, sign: int) -> None:
+        n_bytes, kind = self._known[key]
+        self.now += sign * n_bytes
+        self._by_kind[kind] += sign * n_bytes
+
     def _forget(self, key: int) -> None:
-        self.now -= self._known.pop(key)
+        self._count(key, -1)
+        del self._known[key]
+
+    def mark(self, kind: str, *tensors: torch.Tensor) -> None:
+        """Count these tensors as of another kind from now on, if they are followed."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if self._known.get(key, (0, ""))[0]:
+                self._count(key, -1)
+                self._known[key] = self._known[key][0], kind
+                self._count(key, 1)
 
 
 def peak_device_bytes(device: torch.device) -> int | None:

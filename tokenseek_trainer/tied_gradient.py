@@ -10,6 +10,7 @@ import contextlib
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .patching import forward_replaced
 
@@ -41,7 +42,8 @@ class TiedGradient:
     def _is_tied(self) -> bool:
         weight = self._embedding._parameters.get("weight")  # type: ignore[union-attr]
         return (
-            type(weight) is nn.Parameter
+            isinstance(weight, nn.Parameter)
+            and not is_traceable_wrapper_subclass(weight)  # sharded or quantised, with rules of its own
             and weight is self._head._parameters.get("weight")  # type: ignore[union-attr]
             and weight.requires_grad
             and torch.is_grad_enabled()
