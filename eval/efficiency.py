@@ -191,10 +191,14 @@ class Case:
         self.optimizer.zero_grad()
         self.seconds["optimizer"].append(clock.lap())
 
-    def measure(self, steps: int) -> dict:
-        """Warm up, count once, time `steps` steps."""
+    def measure(self, steps: int, counts: str = "all") -> dict:
+        """Warm up, count once, time `steps` steps.
+
+        Args:
+            counts: "all", "one micro-batch" (not a later one), or "nothing".
+        """
         self.step(0)
-        live = self._live_peak()
+        live = {} if counts == "nothing" else self._live_peak(later=counts == "all")
         saved = self.saved
         self.seconds = {phase: [] for phase in PHASES}
         if self.device.type == "cuda":
@@ -214,28 +218,27 @@ class Case:
             "peak_process_bytes": peak_process_bytes(),
         }
 
-    def _live_peak(self) -> dict:
+    def _live_peak(self, later: bool) -> dict:
         """Live tensors above the weights and optimizer state, in all and by kind; the device's own count is better where there is one.
 
-        And the same for a micro-batch after others, when all gradients are there already.
+        Args:
+            later: also count a micro-batch after others, when all gradients are there already.
         """
         if self.device.type == "cuda":
             self.step(0, counts=True)
             return {"live_peak_bytes": None}
         held = [t for state in self.optimizer.state.values() for t in state.values()]
-        with LiveTensors(self.model, held, self._kind) as first:
-            self.step(0, first, counts=True)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        with LiveTensors(self.model, [*held, *gradients], self._kind) as later:
-            self.step(0, later, counts=True)
-        return {
-            "live_peak_bytes": first.peak,
-            "live_peak_by_kind": first.peak_by_kind,
-            "live_peak_of_later_micro_batches_bytes": later.peak,
-            "live_peak_of_later_micro_batches_by_kind": later.peak_by_kind,
-        }
+        with LiveTensors(self.model, held, self._kind) as live:
+            self.step(0, live, counts=True)
+        found = {"live_peak_bytes": live.peak, "live_peak_by_kind": live.peak_by_kind}
+        if later:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            with LiveTensors(self.model, [*held, *gradients], self._kind) as live:
+                self.step(0, live, counts=True)
+            found["later_live_peak_bytes"] = live.peak
+        return found
 
     def _kind(self, tensor: torch.Tensor) -> str:
         """What a new tensor is, by its shape."""
@@ -277,10 +280,10 @@ class _Clock:
 # ---- all cases ----
 
 
-def run_case(group, method, options) -> dict | None:
+def run_case(group, method, options, counts) -> dict | None:
     """Measure: on a CPU in a new process, whose peak is the case's own. None if it ran out of memory."""
     if options.device != "cpu":
-        return run_here(group, method, options)
+        return run_here(group, method, options, counts)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         order = {
@@ -288,6 +291,7 @@ def run_case(group, method, options) -> dict | None:
             "method": method,
             "device": options.device,
             "steps": options.steps,
+            "counts": counts,
             "answer": str(answer),
         }
         process = subprocess.run([sys.executable, __file__, "--case", json.dumps(order)])
@@ -297,9 +301,9 @@ def run_case(group, method, options) -> dict | None:
         return None
 
 
-def run_here(group, method, options) -> dict | None:
+def run_here(group, method, options, counts) -> dict | None:
     try:
-        return Case(group, method, options.device, torch.bfloat16).measure(options.steps)
+        return Case(group, method, options.device, torch.bfloat16).measure(options.steps, counts)
     except torch.OutOfMemoryError as error:
         print(f"  no result ({str(error).splitlines()[0]})", flush=True)
         return None
@@ -309,7 +313,8 @@ def run_here(group, method, options) -> dict | None:
 
 
 def case_main(order: dict) -> None:
-    result = Case(order["group"], order["method"], order["device"], torch.float32).measure(order["steps"])
+    case = Case(order["group"], order["method"], order["device"], torch.float32)
+    result = case.measure(order["steps"], order["counts"])
     Path(order["answer"]).write_text(json.dumps(result))
 
 
@@ -334,7 +339,7 @@ def merged(rounds: list[dict]) -> dict:
     totals = [sum(values) for values in zip(*seconds.values(), strict=True)]
     fifths = statistics.quantiles(totals, n=5, method="inclusive") if len(totals) > 1 else totals * 4
     return {
-        **{key: value for key, value in rounds[-1].items() if key != "seconds"},
+        **{key: value for key, value in rounds[0].items() if key != "seconds"},  # in which bytes were counted
         "seconds_median": statistics.median(totals),
         "seconds_p20": fifths[0],
         "seconds_p80": fifths[-1],
@@ -366,13 +371,14 @@ def main() -> None:
     done: list[dict] = []
     for group in groups:
         found: dict[str, list] = {method: [] for method in group["methods"]}
-        for _ in range(options.rounds or group.get("rounds", 1)):
+        for turn in range(options.rounds or group.get("rounds", 1)):
+            counts = "nothing" if turn else "one micro-batch" if done else "all"
             for method in group["methods"]:
                 print(
                     f"{group['model']} {group['adapter']} {group['rows']} x {group['tokens']} r={group['ratio']}  {method}",
                     flush=True,
                 )
-                if (result := run_case(group, method, options)) is not None:
+                if (result := run_case(group, method, options, counts)) is not None:
                     found[method].append(result)
         cases = {method: merged(rounds) if rounds else None for method, rounds in found.items()}
         if not done:  # of the main group: what the step would take if it were bound by matrix products alone

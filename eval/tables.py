@@ -111,7 +111,7 @@ def _live_peaks(group: dict) -> list[str]:
     for name, case in group["cases"].items():
         kinds = [f"{case['live_peak_by_kind'].get(kind, 0) / 2**20:.0f}" for kind in KINDS]
         cells = []
-        for value in (_above, lambda case: case["live_peak_of_later_micro_batches_bytes"]):
+        for value in (_above, lambda case: case["later_live_peak_bytes"]):
             cells += [f"{value(case) / 2**20:.0f}", f"{value(case) / value(base):.0%}"]
         lines.append(f"| {name} | {' | '.join([*kinds, *cells])} |")
     return lines

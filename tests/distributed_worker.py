@@ -59,8 +59,8 @@ def rows_of_rank(split):
 
 
 def differentiate(wrapper, ratio, split, checkpointing, parts=1):
-    """Gradients of one batch that is split over the processes, gathered."""
-    model = tiny_model("llama")
+    """Gradients of one batch that is split over the processes, gathered. With checkpointing the weights are tied, too."""
+    model = tiny_model("llama", tie_word_embeddings=checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if wrapper == "fsdp2":
@@ -90,12 +90,12 @@ def differentiate(wrapper, ratio, split, checkpointing, parts=1):
     return gathered
 
 
-def reference(ratio, split):
+def reference(ratio, split, tied):
     """The same batch in one process."""
     batch = ragged_batch(LENGTHS[:4])
     if split == "masked":
         batch["labels"][2:] = -100
-    return run_passes(tiny_model("llama"), batch, settings(ratio))[-1]
+    return run_passes(tiny_model("llama", tie_word_embeddings=tied), batch, settings(ratio))[-1]
 
 
 def main(cases, output):

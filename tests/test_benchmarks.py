@@ -140,6 +140,18 @@ def test_fidelity_collects_finished_cells_only(monkeypatch, tmp_path):
     (found,) = fidelity["read_cells"](tmp_path, study.cells())
     assert fidelity["compact"](found)["curve"] == [[0, 2.0], [9, 1.0]]
 
+    (tmp_path / "results").mkdir()
+    monkeypatch.setitem(fidelity["collect"].__globals__, "HERE", tmp_path)
+    later = {**found, "group": "random", "seed": 2}
+    again = {**found, "commit": "def"}
+    for cells in ([later], [found], [again]):  # what ran before stays; what runs again is replaced
+        fidelity["collect"]("masked", study, cells)
+    kept = json.loads((tmp_path / "results" / "fidelity_masked.json").read_text())["cells"]
+    assert [(cell["group"], cell["seed"], cell["commit"]) for cell in kept] == [
+        ("full", 0, "def"),
+        ("random", 2, "abc"),
+    ]
+
 
 def test_the_cost_of_the_self_check_is_measured_beside_a_step(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EVAL))

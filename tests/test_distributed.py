@@ -50,7 +50,10 @@ def results(tmp_path_factory):
     for wrapper, ratio, split, checkpointing in WRAPPED:
         arguments = {"wrapper": wrapper, "ratio": ratio, "split": split, "checkpointing": checkpointing}
         two[f"{wrapper} {ratio} {split} {checkpointing}"] = ("differentiate", arguments)
-        one[f"{ratio} {split}"] = ("reference", {"ratio": ratio, "split": split})
+        one[f"{ratio} {split} {checkpointing}"] = (
+            "reference",
+            {"ratio": ratio, "split": split, "tied": checkpointing},
+        )
     for ratio in RATIOS[:2]:
         sft = {"folder": str(folder), "ratio": ratio}
         two[f"sft {ratio}"] = ("train_sft", {**sft, "per_device_train_batch_size": 4})
@@ -62,7 +65,7 @@ def results(tmp_path_factory):
     for wrapper, split in itertools.product(("ddp", "fsdp2"), ("even", "masked")):
         arguments = {"wrapper": wrapper, "ratio": 0.8, "split": split, "checkpointing": True, "parts": 3}
         two[f"parts {wrapper} {split}"] = ("differentiate", arguments)
-        one[f"0.8 {split}"] = ("reference", {"ratio": 0.8, "split": split})
+        one[f"0.8 {split}"] = ("reference", {"ratio": 0.8, "split": split, "tied": True})
     series = {"folder": str(folder), "ratio": 0.3, "steps": 30}
     two["series"] = ("train", {**series, "per_device_train_batch_size": 4})
     one["series"] = ("train", {**series, "per_device_train_batch_size": 8})
@@ -106,7 +109,7 @@ def test_wrapped_passes_give_the_gradient_of_one_process(results, wrapper, ratio
     """Also with unequal rows per rank, and with a rank that has nothing to learn from."""
     two, one = results
     found = two[f"{wrapper} {ratio} {split} {checkpointing}"]
-    assert relative_error(found, one[f"{ratio} {split}"]) < 1e-9
+    assert relative_error(found, one[f"{ratio} {split} {checkpointing}"]) < 1e-9
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -7,6 +7,7 @@ the head's gradient where it is.
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ class TiedGradient:
     """
 
     def __init__(self, embedding: nn.Module | None, head: nn.Module | None):
-        self._embedding, self._head = embedding, head
+        self._embedding: Any = embedding
+        self._head: Any = head
         self._ditches = False
         self._embedded = False  # in this pass, so that a backward of the embedding will come after the head's
         self._gradient: torch.Tensor | None = None  # of the head
@@ -40,14 +42,15 @@ class TiedGradient:
         self._ditches, self._embedded, self._gradient = ditches, False, None
 
     def _is_tied(self) -> bool:
-        weight = self._embedding._parameters.get("weight")  # type: ignore[union-attr]
+        weight = self._embedding._parameters.get("weight")
         return (
             isinstance(weight, nn.Parameter)
             and not is_traceable_wrapper_subclass(weight)  # sharded or quantised, with rules of its own
-            and weight is self._head._parameters.get("weight")  # type: ignore[union-attr]
+            and weight is self._head._parameters.get("weight")
             and weight.requires_grad
+            and weight.device.type in ("cpu", "cuda")  # sparse gradients are not everywhere
             and torch.is_grad_enabled()
-            and not self._embedding.scale_grad_by_freq  # type: ignore[union-attr]
+            and not self._embedding.scale_grad_by_freq
         )
 
     def _run_embedding(self, *args, **kwargs):
