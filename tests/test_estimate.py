@@ -73,6 +73,7 @@ def adapted(model, method):
     ],
 )
 def test_the_estimate_is_what_real_tensors_need(monkeypatch, case, family, method, scorer, parts):
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 1)
     monkeypatch.setattr(losses, "CHUNK_LOGITS", 64 * 16)  # several chunks, as with a real vocabulary
     ditches, checkpointing = CASES[case]
     config = config_of(family)

@@ -61,6 +61,7 @@ each_smoothing = pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 
 def limit(monkeypatch, chunk):
     if chunk is not None:
+        monkeypatch.setattr(losses, "CHUNK_POSITIONS", 1)
         monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk * VOCAB + VOCAB - 1)
 
 
@@ -192,6 +193,7 @@ def test_no_positions_give_a_zero_loss_that_can_be_differentiated():
 
 @pytest.mark.parametrize("chunk", [3 * VOCAB, 1000 * VOCAB])
 def test_statistics_count_every_position_once_also_if_its_chunk_is_recomputed(chunk, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 1)
     monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk)
     head, hidden, targets, weights = problem(10)
     statistics = TokenStatistics()
@@ -219,3 +221,7 @@ def test_losses_and_logit_gradient_equal_torchs_cross_entropy(dtype, scale, smoo
     precision = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(found, expected.detach(), rtol=precision, atol=precision * scale)
     torch.testing.assert_close(gradient, at_logits, rtol=precision, atol=precision)
+
+
+def test_a_chunk_is_of_a_size_for_caches_but_not_of_few_positions():
+    assert losses.chunk_size(49_152) == 170 and losses.chunk_size(256_000) == 128

@@ -10,14 +10,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 
-CHUNK_LOGITS = 2**23  # logits held at once: 32 MiB in float32
+CHUNK_LOGITS = 2**23  # logits held at once, 32 MiB in float32: a chunk that caches hold is the fastest;
+CHUNK_POSITIONS = (
+    128  # but the head's weights are read once a chunk, which for fewer positions takes longer than their products
+)
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, s, V) logits
 
 
 def chunk_size(vocab_size: int) -> int:
     """Positions that go through the head at once."""
-    return max(1, CHUNK_LOGITS // vocab_size)
+    return max(CHUNK_POSITIONS, CHUNK_LOGITS // vocab_size)
 
 
 class TokenStatistics:
