@@ -31,6 +31,7 @@ from .memory import MIB, peak_process_bytes
 from .memory_plan import case_of_recipe, plan_of_recipe
 from .metrics import metrics_function
 from .preflight import check_disk_space, check_output_folder, too_large
+from .provenance import provenance
 from .recipe import Recipe
 from .trainer import TokenSeekTrainer
 
@@ -106,6 +107,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     check_output_folder(recipe.training["output_dir"])
     adapter = adapter_config(recipe)
     build = build_sft_trainer if recipe.trainer == "sft" else _build_trainer
+    code = provenance()  # as it is now: it may be another when the run ends
     trainer: Any = build(recipe, adapter)
     check_disk_space(trainer.model, recipe.training["output_dir"])
     trainer.recipe = recipe.to_dict()
@@ -120,7 +122,7 @@ def train(recipe: Recipe, resume: bool = False) -> dict:
     trainer.estimates = _estimates(trainer, recipe)
     trainer.save_model()
     trainer.save_state()
-    return _write_summary(trainer, recipe, before, after, seconds)
+    return _write_summary(trainer, recipe, before, after, seconds, code)
 
 
 def _train(trainer, checkpoint: str | None) -> None:
@@ -298,7 +300,7 @@ def _estimates(trainer, recipe: Recipe) -> tuple[StepEstimate | None, StepEstima
         return None, None
 
 
-def _write_summary(trainer, recipe, before, after, seconds) -> dict:
+def _write_summary(trainer, recipe, before, after, seconds, code) -> dict:
     logs = [entry for entry in trainer.state.log_history if "kept_fraction" in entry]
     tokens = sum(entry["kept_tokens"] / max(entry["kept_fraction"], 1e-12) for entry in logs)
     tokens *= trainer.state.global_step / max(len(logs), 1)
@@ -321,6 +323,7 @@ def _write_summary(trainer, recipe, before, after, seconds) -> dict:
         "peak_process_mib": round(peak_process_bytes() / MIB, 1),
         "checkpoint": trainer.args.output_dir,
         "recipe": recipe.to_dict(),
+        "provenance": code,
     }
     if trainer.is_world_process_zero():
         path = Path(trainer.args.output_dir) / SUMMARY_NAME

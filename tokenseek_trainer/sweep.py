@@ -209,9 +209,9 @@ def _record(cell: Cell, plan: dict, run: Path) -> dict:
         "group": cell.group,
         "seed": cell.seed,
         "plan": plan,
-        "summary": {k: v for k, v in summary.items() if k not in ("recipe", "checkpoint")},
+        "summary": {k: v for k, v in summary.items() if k not in ("recipe", "checkpoint", "provenance")},
         "curve": curve,
-        **provenance(),
+        **summary["provenance"],  # of the run's process, as it started
     }
     if (run / "eval.json").is_file():
         record["evaluation"] = json.loads((run / "eval.json").read_text(encoding="utf-8"))
