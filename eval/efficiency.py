@@ -1,6 +1,6 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (an hour on two slow cores, 22 minutes on faster ones)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (took an hour on two AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 

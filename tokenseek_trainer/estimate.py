@@ -1,7 +1,8 @@
 """What a training step needs, before any run: the real code on tensors that have a shape and no data.
 
 The model is built from its config with fake tensors, and one whole step (both passes and the backward) runs on them while every
-storage and every matrix product is counted. So nothing here knows an architecture, and a step that the library cannot run cannot be estimated either.
+storage and every matrix product is counted. So nothing here knows an architecture, and a step that the library cannot run
+cannot be estimated either.
 
 A model of many equal blocks is run at two small depths, and the rest follows: both are linear in the depth.
 """

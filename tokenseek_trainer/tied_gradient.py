@@ -60,7 +60,7 @@ class TiedGradient:
         self._embedded, sparse = True, embedding.sparse
         try:
             embedding.sparse = True
-            with _weight_replaced(embedding, _EmbeddingWeight.apply(embedding.weight, self)):
+            with _weight_replaced(embedding, _Weight.apply(embedding.weight, self.with_embedding)):
                 return self._embedding_forward(*args, **kwargs)
         finally:
             embedding.sparse = sparse
@@ -68,11 +68,11 @@ class TiedGradient:
     def _run_head(self, *args, **kwargs):
         if not (self._embedded and self._is_tied()):
             return self._head_forward(*args, **kwargs)
-        with _weight_replaced(self._head, _HeadWeight.apply(self._head.weight, self)):
+        with _weight_replaced(self._head, _Weight.apply(self._head.weight, self.of_head)):
             return self._head_forward(*args, **kwargs)
 
     def of_head(self, gradient: torch.Tensor) -> None:
-        """Take the gradient (V, E) of one call of the head."""
+        """Keep back the gradient (V, E) of one call of the head."""
         self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
 
     def with_embedding(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -84,31 +84,17 @@ class TiedGradient:
         return whole.index_add_(0, tokens, rows.to(whole.dtype))
 
 
-class _HeadWeight(torch.autograd.Function):
-    """The weight, whose gradient is kept back."""
+class _Weight(torch.autograd.Function):
+    """The weight; `receive` takes its gradient and returns what autograd gets in its place."""
 
     @staticmethod
-    def forward(ctx, weight, tied):
-        ctx.tied = tied
+    def forward(ctx, weight, receive):
+        ctx.receive = receive
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.tied.of_head(gradient)
-        return None, None
-
-
-class _EmbeddingWeight(torch.autograd.Function):
-    """The weight, whose gradient brings along what was kept back."""
-
-    @staticmethod
-    def forward(ctx, weight, tied):
-        ctx.tied = tied
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.tied.with_embedding(gradient), None
+        return ctx.receive(gradient), None
 
 
 def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
