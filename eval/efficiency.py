@@ -1,20 +1,19 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (took an hour on two AVX2 cores)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (MINUTES on two AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 
 Per case: bytes kept for the backward; the greatest sum of live tensors above weights and optimizer state, by kind; peak of the
 process or device; seconds per step and of each part of it; tokens per second; of the main group also operations. Random weights (cost does not depend on values), full
-rows, everything supervised, AdamW. One round measures every case once, in steps that are timed and one that is counted.
+rows, everything supervised, AdamW. A turn is a step in which bytes are counted, then steps that are timed.
 """
 
 import argparse
 import gc
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -48,6 +47,8 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
 }
 SFT = "SFTTrainer"  # as TRL has it: checkpointing, and its fused head, which never holds all logits
 METHODS[SFT] = (None, True)
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tokenseek_trainer.session", "tokenseek_trainer.estimate"])  # once for all cases
 PHASES = ("seek", "ditch forward", "backward", "optimizer")
 
 
@@ -60,7 +61,7 @@ def shape(name: str, blocks: int | None):
 
 
 def plan(quick: bool, device: str, toy: bool) -> list[dict]:
-    """The groups of cases: those of one group share model, rows and length, and take turns."""
+    """The groups of cases: those of one group share model, rows and length, and take a turn each; some take one `again`."""
     both, main = (
         [name for name in METHODS if name != SFT],
         ["Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing"],
@@ -81,19 +82,16 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
             for n in lengths
         ]
     small = {"model": "smollm2-135m", "blocks": None, "rows": 1, "tokens": 1024, "ratio": 0.1, "adapter": "full"}
-    ten = {**small, "blocks": 10}  # what depends on length and ratio shows in fewer blocks
+    short = {**small, "blocks": 6, "methods": main}  # what depends on length and ratio shows in fewer blocks
     if quick:
-        return [{**ten, "tokens": n, "methods": main} for n in (256, 1024)]
+        return [{**short, "tokens": n} for n in (256, 1024)]
     return [
-        {**small, "methods": [*both, SFT], "rounds": 2},
-        *(
-            {**ten, "rows": rows, "tokens": n, "methods": [*main, PARTS]}
-            for rows, n in ((4, 256), (1, 1024), (1, 4096))
-        ),
-        *({**ten, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
-        {**ten, "adapter": "lora", "methods": main},
-        {**ten, "adapter": "qlora", "methods": main},
-        {**small, "model": "llama-3.2-1b", "blocks": 4, "methods": main},
+        {**small, "methods": [*both, SFT], "again": [*main, "random tokens", SFT]},
+        *({**short, "rows": rows, "tokens": n} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
+        *({**short, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
+        {**short, "adapter": "lora"},
+        {**short, "adapter": "qlora"},
+        {**short, "model": "llama-3.2-1b", "blocks": 4},
     ]
 
 
@@ -192,12 +190,14 @@ class Case:
         self.seconds["optimizer"].append(clock.lap())
 
     def measure(self, steps: int, counts: str = "all") -> dict:
-        """Warm up, count once, time `steps` steps.
+        """Count bytes in one step, which is the warm-up, then time `steps` steps.
 
         Args:
             counts: "all", "one micro-batch" (not a later one), or "nothing".
         """
-        self.step(0)
+        self._start_optimizer()
+        if counts == "nothing":
+            self.step(0)
         live = {} if counts == "nothing" else self._live_peak(later=counts == "all")
         saved = self.saved
         self.seconds = {phase: [] for phase in PHASES}
@@ -217,6 +217,13 @@ class Case:
             "peak_device_bytes": peak_device_bytes(self.device),
             "peak_process_bytes": peak_process_bytes(),
         }
+
+    def _start_optimizer(self) -> None:
+        """A step with gradients of 0, after which the optimizer has its state."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _live_peak(self, later: bool) -> dict:
         """Live tensors above the weights and optimizer state, in all and by kind; the device's own count is better where there is one.
@@ -280,42 +287,38 @@ class _Clock:
 # ---- all cases ----
 
 
-def run_case(group, method, options, counts) -> dict | None:
-    """Measure: on a CPU in a new process, whose peak is the case's own. None if it ran out of memory."""
-    if options.device != "cpu":
-        return run_here(group, method, options, counts)
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        order = {
-            "group": group,
-            "method": method,
-            "device": options.device,
-            "steps": options.steps,
-            "counts": counts,
-            "answer": str(answer),
-        }
-        process = subprocess.run([sys.executable, __file__, "--case", json.dumps(order)])
-        if answer.is_file():
-            return json.loads(answer.read_text())
-        print(f"  no result (exit code {process.returncode})", flush=True)
-        return None
-
-
-def run_here(group, method, options, counts) -> dict | None:
+def run_case(*order) -> dict | None:
+    """`measure_case` in a new process on a CPU, so that its peak is the case's own. None if it ran out of memory."""
+    if order[2] != "cpu":
+        return measure_case(*order)
+    answers, answer = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_send, args=(answer, order))
+    process.start()
+    answer.close()
     try:
-        return Case(group, method, options.device, torch.bfloat16).measure(options.steps, counts)
+        return answers.recv()
+    except EOFError:
+        process.join()
+        print(f"  no result (exit code {process.exitcode})", flush=True)
+        return None
+    finally:
+        process.join()
+
+
+def _send(answer, order) -> None:
+    answer.send(measure_case(*order))
+
+
+def measure_case(group: dict, method: str, device: str, steps: int, counts: str) -> dict | None:
+    try:
+        return Case(group, method, device, torch.float32 if device == "cpu" else torch.bfloat16).measure(steps, counts)
     except torch.OutOfMemoryError as error:
         print(f"  no result ({str(error).splitlines()[0]})", flush=True)
         return None
     finally:
         gc.collect()
-        torch.cuda.empty_cache()
-
-
-def case_main(order: dict) -> None:
-    case = Case(order["group"], order["method"], order["device"], torch.float32)
-    result = case.measure(order["steps"], order["counts"])
-    Path(order["answer"]).write_text(json.dumps(result))
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def operations(group: dict, method: str) -> float:
@@ -333,13 +336,13 @@ def operations(group: dict, method: str) -> float:
     return found.operations
 
 
-def merged(rounds: list[dict]) -> dict:
-    """One case's rounds as one record: all seconds together, with their median and 20th and 80th percentile."""
-    seconds = {part: [value for r in rounds for value in r["seconds"][part]] for part in rounds[0]["seconds"]}
+def merged(turns: list[dict]) -> dict:
+    """One case's turns as one record: all seconds together, with their median and 20th and 80th percentile."""
+    seconds = {part: [value for turn in turns for value in turn["seconds"][part]] for part in turns[0]["seconds"]}
     totals = [sum(values) for values in zip(*seconds.values(), strict=True)]
     fifths = statistics.quantiles(totals, n=5, method="inclusive") if len(totals) > 1 else totals * 4
     return {
-        **{key: value for key, value in rounds[0].items() if key != "seconds"},  # in which bytes were counted
+        **{key: value for key, value in turns[0].items() if key != "seconds"},  # in which bytes were counted
         "seconds_median": statistics.median(totals),
         "seconds_p20": fifths[0],
         "seconds_p80": fifths[-1],
@@ -350,47 +353,34 @@ def merged(rounds: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--quick", action="store_true", help="6 blocks, 256 and 1024 tokens")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="few blocks, 256 and 1024 tokens")
     parser.add_argument(
         "--toy", action="store_true", help="the cases of a GPU machine at toy sizes, to try the script"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--rounds", type=int, help="how often every case takes its turn (default: 2 for the main group, else 1)"
-    )
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        case_main(json.loads(options.case))
-        return
-    if options.output is None:
-        parser.error("--output is required")
     groups = plan(options.quick, options.device, options.toy)
     done: list[dict] = []
     for group in groups:
         found: dict[str, list] = {method: [] for method in group["methods"]}
-        for turn in range(options.rounds or group.get("rounds", 1)):
-            counts = "nothing" if turn else "one micro-batch" if done else "all"
-            for method in group["methods"]:
-                print(
-                    f"{group['model']} {group['adapter']} {group['rows']} x {group['tokens']} r={group['ratio']}  {method}",
-                    flush=True,
-                )
-                if (result := run_case(group, method, options, counts)) is not None:
-                    found[method].append(result)
-        cases = {method: merged(rounds) if rounds else None for method, rounds in found.items()}
+        for method in [*group["methods"], *group.get("again", ())]:
+            print("{model} {adapter} {rows} x {tokens} r={ratio}".format(**group), method, flush=True)
+            counts = "nothing" if found[method] else "one micro-batch" if done else "all"
+            if (turn := run_case(group, method, options.device, options.steps, counts)) is not None:
+                found[method].append(turn)
+        cases = {method: merged(turns) if turns else None for method, turns in found.items()}
         if not done:  # of the main group: what the step would take if it were bound by matrix products alone
             for method, case in cases.items():
                 if case is not None and method != SFT:
                     case["operations"] = operations(group, method)
-        done.append({**{key: value for key, value in group.items() if key != "methods"}, "cases": cases})
+        done.append({**{key: value for key, value in group.items() if key not in ("methods", "again")}, "cases": cases})
         result = {
             "benchmark": "efficiency",
             "conditions": {
                 "dtype": "float32" if options.device == "cpu" else "bfloat16", "optimizer": "AdamW, fused", "seed": 0,
-                "supervised": "all tokens", "rounds": options.rounds, "steps_of_a_turn": options.steps, "quick": options.quick,
+                "supervised": "all tokens", "steps_of_a_turn": options.steps, "quick": options.quick,
             },
             "groups": done,
             **provenance(),

@@ -11,9 +11,9 @@ python=${PYTHON:-python}
 export PYTHONPATH=$PWD HF_HUB_OFFLINE=1
 mkdir -p "$out"
 if [ "${2:-}" = toy ]; then
-    device=cpu sizes=(--toy --rounds 1 --steps 1)
+    device=cpu sizes=(--toy --steps 1)
 else
-    device=cuda sizes=(--rounds 1 --steps 5)
+    device=cuda sizes=(--steps 5)
     "$python" -m pytest -m gpu -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.txt" | tail -15
 fi
 timeout 400 "$python" eval/efficiency.py --device "$device" "${sizes[@]}" --output "$out/efficiency_gpu.json"

@@ -71,10 +71,10 @@ def test_efficiency_measures_adapters(adapter):
     assert result["saved_bytes"] > 0 and result["live_peak_bytes"] > result["gradient_bytes"]
 
 
-def test_rounds_of_a_case_become_one_record():
+def test_turns_of_a_case_become_one_record():
     merged = script("efficiency")["merged"]
-    rounds = [{"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7} for _ in range(2)]
-    found = merged(rounds)
+    turns = [{"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7} for _ in range(2)]
+    found = merged(turns)
     assert found["seconds_median"] == 4.5 and found["timed_steps"] == 4 and found["saved_bytes"] == 7
     assert found["parts_median"] == {"seek": 1.5, "backward": 3.0}
 
