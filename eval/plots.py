@@ -15,7 +15,7 @@ METHODS = ("Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + check
 
 def main() -> None:
     groups = json.loads((RESULTS / "efficiency.json").read_text())["groups"]
-    groups = [g for g in groups if g["blocks"] == 10 and g["adapter"] == "full"]
+    groups = [g for g in groups if g["model"] == "smollm2-135m" and g["blocks"] and g["adapter"] == "full"]
     against_ratio(groups).savefig(RESULTS / "efficiency_ratio.svg")
     against_length(groups).savefig(RESULTS / "efficiency_length.svg")
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from efficiency import Case
+from step_case import Case
 
 from tokenseek_trainer.evaluation import save_result
 from tokenseek_trainer.memory import LiveTensors

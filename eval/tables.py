@@ -80,13 +80,7 @@ def efficiency() -> str:
     return "\n".join(lines)
 
 
-METHODS = (
-    "Trainer",
-    "Trainer + checkpointing",
-    "TokenSeek",
-    "TokenSeek + checkpointing",
-    "TokenSeek, 30 % in 3 parts",
-)
+METHODS = ("Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing")
 
 
 def _group_name(group: dict) -> str:

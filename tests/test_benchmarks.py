@@ -1,10 +1,13 @@
 """The scripts of eval/ at toy sizes: they run, and what they count is what there is."""
 
 import json
+import multiprocessing
 import runpy
 import sys
+import time
 from pathlib import Path
 
+import efficiency
 import pytest
 import torch
 from workspace import make_workspace
@@ -27,11 +30,19 @@ def run_main(name, monkeypatch, *arguments):
     return runpy.run_path(str(EVAL / f"{name}.py"), run_name="__main__")
 
 
+def measured(group, method, steps=1):
+    case = script("step_case")["Case"](group, method, "cpu", torch.float32)
+    case.count()
+    for number in range(steps):
+        case.step(number)
+    return case.result()
+
+
 @pytest.mark.parametrize("method", ["Trainer", "TokenSeek", "TokenSeek + checkpointing"])
 def test_efficiency_counts_what_the_estimate_gives(method):
-    benchmark = script("efficiency")
+    benchmark = script("step_case")
     group = {"model": "smollm2-135m", "blocks": 2, "rows": 2, "tokens": 64, "ratio": 0.25, "adapter": "full"}
-    result = benchmark["Case"](group, method, "cpu", torch.float32).measure(steps=2)
+    result = measured(group, method, steps=2)
     settings, checkpointing = benchmark["METHODS"][method]
     tokenseek = benchmark["TokenSeekConfig"](**{"ratio": 0.25, **(settings or {})})
     plan = Plan(load_config("smollm2-135m"), tokenseek, 64, 2, dtype="fp32")
@@ -52,31 +63,55 @@ def test_efficiency_counts_what_the_estimate_gives(method):
 
 def test_the_sft_baseline_holds_no_logits():
     group = {"model": "smollm2-135m", "blocks": 1, "rows": 1, "tokens": 64, "ratio": 0.25, "adapter": "full"}
-    measure = {
-        method: script("efficiency")["Case"](group, method, "cpu", torch.float32).measure(steps=1)
-        for method in ("SFTTrainer", "Trainer + checkpointing")
-    }
+    saved = {method: measured(group, method)["saved_bytes"] for method in ("SFTTrainer", "Trainer + checkpointing")}
     logits = 64 * 49152 * 4
-    saved = {method: found["saved_bytes"] for method, found in measure.items()}
     assert saved["Trainer + checkpointing"] - saved["SFTTrainer"] >= logits * 0.9
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_efficiency_measures_adapters(adapter):
     group = {"model": "smollm2-135m", "blocks": 1, "rows": 1, "tokens": 32, "ratio": 0.25, "adapter": adapter}
-    result = script("efficiency")["Case"](group, "TokenSeek + checkpointing", "cpu", torch.float32).measure(steps=1)
+    result = measured(group, "TokenSeek + checkpointing")
     e, i, kv = 576, 1536, 192
     rank = 8 * (2 * (e + e) + 2 * (e + kv) + 3 * (e + i))  # q and o, k and v, the three of the MLP
     assert result["gradient_bytes"] == 4 * rank
     assert result["saved_bytes"] > 0 and result["live_peak_bytes"] > result["gradient_bytes"]
 
 
-def test_turns_of_a_case_become_one_record():
-    merged = script("efficiency")["merged"]
-    turns = [{"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7} for _ in range(2)]
-    found = merged(turns)
-    assert found["seconds_median"] == 4.5 and found["timed_steps"] == 4 and found["saved_bytes"] == 7
+def test_the_steps_of_a_case_become_one_record():
+    found = script("efficiency")["summarized"](
+        {"seconds": {"seek": [1.0, 2.0], "backward": [3.0, 3.0]}, "saved_bytes": 7}
+    )
+    assert found["seconds_median"] == 4.5 and found["timed_steps"] == 2 and found["saved_bytes"] == 7
     assert found["parts_median"] == {"seek": 1.5, "backward": 3.0}
+
+
+class ACase:
+    """In place of a model that trains."""
+
+    def __init__(self, group, method, device, dtype):
+        self.method, self.numbers = method, []
+
+    def count(self, counts):
+        if self.method == "too large":
+            sys.exit(137)
+
+    def step(self, number):
+        self.numbers.append((time.perf_counter(), number))
+
+    def result(self):
+        return self.numbers
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_cases_in_processes_take_turns_and_one_that_dies_leaves_the_others(monkeypatch):
+    monkeypatch.setattr(efficiency, "PROCESSES", multiprocessing.get_context("fork"))
+    monkeypatch.setattr(efficiency, "Case", ACase)
+    group = {"model": "m", "adapter": "full", "rows": 1, "tokens": 16, "ratio": 0.25}
+    found = efficiency.measure_together(group, ["first", "too large", "last"], "cpu", "all", steps=2)
+    assert found.pop("too large") is None
+    turns = sorted((when, method, number) for method, numbers in found.items() for when, number in numbers)
+    assert [turn[1:] for turn in turns] == [("first", 1), ("last", 1), ("first", 2), ("last", 2)]
 
 
 def test_the_plan_of_a_gpu_machine_and_its_toy_run_the_same_methods():

@@ -225,3 +225,15 @@ def test_losses_and_logit_gradient_equal_torchs_cross_entropy(dtype, scale, smoo
 
 def test_a_chunk_is_of_a_size_for_caches_but_not_of_few_positions():
     assert losses.chunk_size(49_152) == 170 and losses.chunk_size(256_000) == 128
+
+
+@pytest.mark.parametrize(
+    "positions, sizes", [(0, [0]), (1, [1]), (4, [4]), (5, [3, 2]), (9, [3, 3, 3]), (13, [4, 3, 3, 3])]
+)
+def test_chunks_are_of_one_size_and_lose_nothing(monkeypatch, positions, sizes):
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 4)
+    hidden, targets = torch.arange(positions * 2).view(positions, 2), torch.arange(positions)
+    chunks = losses.chunked(2**23, hidden, targets)
+    assert [len(t) for _, t in chunks] == [len(h) for h, _ in chunks] == sizes
+    assert torch.equal(torch.cat([h for h, _ in chunks]), hidden)
+    assert torch.equal(torch.cat([t for _, t in chunks]), targets)

@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 
-CHUNK_LOGITS = 2**23  # logits held at once, 32 MiB in float32: a chunk that caches hold is the fastest;
-CHUNK_POSITIONS = (
-    128  # but the head's weights are read once a chunk, which for fewer positions takes longer than their products
-)
+# Logits held at once, 32 MiB in float32, but at least this many positions: the head's weights are read once a chunk, which for fewer
+# takes longer than their products.
+CHUNK_LOGITS = 2**23
+CHUNK_POSITIONS = 128
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, s, V) logits
 
@@ -21,6 +21,12 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # (1, s, E) hidden states -> (1, 
 def chunk_size(vocab_size: int) -> int:
     """Positions that go through the head at once."""
     return max(CHUNK_POSITIONS, CHUNK_LOGITS // vocab_size)
+
+
+def chunked(vocab_size: int, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Tensors of S positions in chunks of about one size: for a few left over the head's weights would be read once more."""
+    chunks = max(1, -(-len(tensors[0]) // chunk_size(vocab_size)))
+    return list(zip(*(tensor.tensor_split(chunks) for tensor in tensors), strict=True))
 
 
 class TokenStatistics:
@@ -46,7 +52,7 @@ def token_losses(
     statistics: TokenStatistics | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of each position. hidden (S, E), targets (S,) -> (S,), float32 or better."""
-    logits = head(hidden[None])[0]
+    logits = head(hidden[None]).squeeze(0)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if statistics is not None:
         statistics.add(logits.detach(), targets)
@@ -70,7 +76,6 @@ def weighted_loss(
         hidden: (S, E); targets: (S,) int64; weights: (S,) float.
         statistics: is filled with those of these positions, unless None.
     """
-    chunk = chunk_size(vocab_size)
     n_counted = 0
 
     def part(hidden, targets, weights, number):
@@ -80,10 +85,10 @@ def weighted_loss(
         losses = token_losses(head, hidden, targets, label_smoothing, statistics if counts_now else None)
         return (losses * weights.to(losses.dtype)).sum()
 
-    if len(hidden) <= chunk:
+    chunks = chunked(vocab_size, hidden, targets, weights)
+    if len(chunks) == 1:
         return part(hidden, targets, weights, 0)
-    parts = zip(hidden.split(chunk), targets.split(chunk), weights.split(chunk), strict=True)
-    return torch.stack([checkpoint(part, *p, i, use_reentrant=False) for i, p in enumerate(parts)]).sum()
+    return torch.stack([checkpoint(part, *chunk, i, use_reentrant=False) for i, chunk in enumerate(chunks)]).sum()
 
 
 def losses_and_gradient(
@@ -103,15 +108,14 @@ def losses_and_gradient(
         losses (S,) and gradient (S, E) in hidden's dtype, None unless asked for. Nothing of them is attached to a graph.
     """
     losses, gradients = [], []
-    chunk = chunk_size(vocab_size)
-    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+    for h, t in chunked(vocab_size, hidden, targets):
         if not need_gradient:
             with torch.no_grad():
                 losses.append(token_losses(head, h, t, label_smoothing))
             continue
         h = h.detach().requires_grad_()
         with torch.enable_grad():
-            logits = head(h[None])[0]
+            logits = head(h[None]).squeeze(0)
         loss, at_logits = losses_and_logit_gradient(logits.detach(), t, label_smoothing)
         gradients.append(torch.autograd.grad(logits, h, at_logits.to(logits.dtype))[0])
         losses.append(loss)

@@ -19,7 +19,9 @@ from .classification import classify, positions_read, put_back
 from .config import TokenSeekConfig
 from .errors import InputError, UnsupportedModelError
 from .instances import Instances, find_instances
+from .last_block import LastBlock
 from .losses import TokenStatistics, losses_and_gradient, weighted_loss
+from .pass_inputs import inputs_of_all, inputs_of_selected
 from .patching import (
     depends_on_length,
     dropout_off,
@@ -30,15 +32,10 @@ from .positions import OwnPositions
 from .quantized import undo_cpu_packing
 from .recorder import AttentionRecorder
 from .routing import RouterLogits, router_coefficient
-from .scoring import SeekResult, gradient_magnitude, tokens_first
+from .scoring import SeekResult
 from .selection import TokenSelection
 from .structure import ModelStructure, context_blocks, inspect_model
 from .tied_gradient import TiedGradient
-
-
-NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
-# Lengths of packed documents for flash attention's kernels, which read them off position_ids if they are not given.
-PACKING_HINTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class TokenSeekSession:
@@ -66,6 +63,7 @@ class TokenSeekSession:
         self.structure = structure or inspect_model(model)
         self.attention = AttentionRecorder(self.structure, config.kv_store, context_blocks(config, self.structure))
         self.records = self.attention.records
+        self.last_block = LastBlock(self.structure)
         self.routers = RouterLogits()
         lm = self.structure.lm
         self.tied = TiedGradient(lm.get_input_embeddings(), lm.get_output_embeddings())
@@ -140,14 +138,11 @@ class TokenSeekSession:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(dropout_off(self.structure.outer))
-            self._leaf: torch.Tensor | None = None
             if self._score_gradient:
-                hook = self.structure.blocks[-1].register_forward_pre_hook(self._start_gradient, with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(self.last_block.graph_from_input())
             elif self.structure.loss_per_row:
-                stack.callback(self.structure.blocks[-1].register_forward_hook(self._start_head).remove)
-            self.model(**self._inputs(inputs, instances))
-            self._leaf = None
+                stack.enter_context(self.last_block.graph_from_output())
+            self.model(**inputs_of_all(inputs, instances, self.structure))
         self._found.context = self.attention.end_seek()
         self._mode = None
         return self._found
@@ -195,7 +190,7 @@ class TokenSeekSession:
         self.attention.start_ditch(instances, selection, to_come)
         self.tied.start(ditches=True)
         with neftune_scaled(self.structure.lm, selection.indices.shape[1] / instances.ids.shape[1]):
-            inputs = self._inputs(inputs, instances)
+            inputs = inputs_of_all(inputs, instances, self.structure)
             if not self.structure.loss_per_row:  # a classifier's head sees all tokens, its decoder the selected ones
                 inputs = self._selected(inputs)
             return self.model(**inputs)["loss"]
@@ -208,6 +203,11 @@ class TokenSeekSession:
         """
         tensors = [*self.attention.recorded(), *self.routers.recorded]
         return tensors if self._top is None else [*tensors, self._top]
+
+    def _selected(self, inputs: dict) -> dict:
+        # the auxiliary loss of a mixture of experts leaves padding out, if there is a mask
+        keep_mask = self.structure.reads_mask or (self.routers.recorded and inputs.get("attention_mask") is not None)
+        return inputs_of_selected(inputs, self._selection, self._instances.ids.shape, bool(keep_mask))
 
     # ---- what the model calls ----
 
@@ -255,7 +255,8 @@ class TokenSeekSession:
         if self._score_gradient:
             if loss is None:
                 raise InputError(f"scorer={self.config.scorer!r} needs the loss, but the batch has no labels.")
-            self._found.gradient = self._gradient_of(loss, torch.full_like(loss, len(hidden)))
+            at_loss, shape = torch.full_like(loss, len(hidden)), self._instances.ids.shape
+            self._found.gradient = self.last_block.gradient_score(loss, at_loss, shape)
         return {}
 
     def _take_hidden(self) -> torch.Tensor:
@@ -300,7 +301,7 @@ class TokenSeekSession:
 
         The mask of all tokens came along for the auxiliary loss; the decoder takes its own from the recorded rules.
         """
-        if not self._keeps_mask:
+        if not self.structure.reads_mask:
             kwargs.pop("attention_mask", None)
         output = copy.copy(self._decoder_forward(**kwargs))
         output["router_logits"] = self.routers.spliced(
@@ -349,37 +350,9 @@ class TokenSeekSession:
             self._found.loss_sum = losses.sum()
             if gradient is not None:
                 at_hidden[where] = gradient.to(hidden.dtype)
-        if self._leaf is not None:
+        if self.last_block.has_graph_from_input:
             # Also when it is all zeros: with FSDP every rank must run the same backward.
-            self._found.gradient = self._gradient_of(hidden, at_hidden)
-
-    def _gradient_of(self, output, at_output) -> torch.Tensor:
-        """Gradient score (B, n): the magnitude at the last block's input of the gradient `at_output` at `output`."""
-        assert self._leaf is not None
-        (at_leaf,) = torch.autograd.grad(output, self._leaf, at_output)
-        at_tokens = tokens_first(at_leaf, self._instances.ids.shape)
-        if at_tokens is None:
-            raise UnsupportedModelError(
-                f"The blocks of the {self.structure.model_type!r} model pass on hidden states of shape "
-                f"{tuple(at_leaf.shape)}, in which tokens cannot be told apart. Use scorer='context' or 'random'."
-            )
-        return gradient_magnitude(at_tokens)
-
-    def _start_gradient(self, block, args, kwargs):
-        """Before the last block: make its input a leaf, and keep a graph from here to the hidden states."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._leaf = hidden.detach().requires_grad_()
-        torch.set_grad_enabled(True)
-        if args:
-            return (self._leaf, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._leaf}
-
-    def _start_head(self, block, args, output):
-        """After the last block: keep a graph from here on, in which a classifier's head shows what it reads."""
-        torch.set_grad_enabled(True)
-        if isinstance(output, torch.Tensor):
-            return output.detach().requires_grad_()
-        return type(output)([output[0].detach().requires_grad_(), *output[1:]])
+            self._found.gradient = self.last_block.gradient_score(hidden, at_hidden, self._instances.ids.shape)
 
     def _ditch_loss(self, hidden) -> torch.Tensor:
         keep = self._selection.supervised
@@ -392,48 +365,6 @@ class TokenSeekSession:
         return weighted_loss(
             self._head, hidden[keep], targets, weights, self.structure.vocab_size, self._smoothing, statistics
         )
-
-    # ---- inputs ----
-
-    def _inputs(self, inputs: dict, instances: Instances) -> dict:
-        if inputs.get("encoder_hidden_states") is not None:
-            raise InputError("encoder_hidden_states are not supported: a decoder is trained on its own tokens only.")
-        kept = {k: v for k, v in inputs.items() if k not in (*NOT_FOR_MODEL, *PACKING_HINTS) and v is not None}
-        if self.structure.loss_per_row and inputs.get("labels") is not None:
-            kept["labels"] = inputs["labels"]
-        if not self.structure.forward_accepts("position_ids") and instances.count > len(instances.ids):
-            raise InputError(
-                f"The {self.structure.model_type!r} model takes no position_ids, so packed documents cannot be told apart. "
-                "Train without packing."
-            )
-        kept = self.structure.with_own_positions({**kept, "position_ids": instances.position_ids})
-        if self.structure.forward_accepts("use_cache"):
-            kept["use_cache"] = False
-        return kept
-
-    def _selected(self, inputs: dict) -> dict:
-        """Gather every per-token input; the attention mask is dropped, since the recorded rules carry it.
-
-        Unless the model looks at it beside its attention.
-        """
-        shape = self._instances.ids.shape
-        selected = dict(inputs)
-        mask = selected.pop("attention_mask", None)
-        for name, value in selected.items():
-            if isinstance(value, torch.Tensor):
-                if value.shape[:2] != shape:
-                    raise InputError(
-                        f"The input {name!r} has shape {tuple(value.shape)}. TokenSeek can gather only inputs that begin "
-                        f"with (batch, tokens) = {tuple(shape)}; images and other extra inputs are not supported."
-                    )
-                selected[name] = self._selection.gather(value)
-        # alibi is built over all keys, from their mask
-        self._keeps_mask = self.structure.attention_by_hand or not self.structure.forward_accepts("position_ids")
-        if self._keeps_mask and mask is None:
-            mask = torch.ones_like(self._instances.ids)
-        if mask is not None and (self._keeps_mask or self.routers.recorded):
-            selected["attention_mask"] = mask
-        return selected
 
 
 def _by_name(module, args, kwargs) -> dict:

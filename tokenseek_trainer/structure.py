@@ -88,6 +88,14 @@ class ModelStructure:
         """Whether the model's or the decoder's forward names this argument."""
         return any(_accepts(module, name) for module in (self.lm, self.decoder))
 
+    @property
+    def reads_mask(self) -> bool:
+        """Whether the model wants the attention mask of all tokens also when it is given the selected ones.
+
+        Attention by hand does, and alibi, which is built over all keys from their mask.
+        """
+        return bool(self.attention_by_hand) or not self.forward_accepts("position_ids")
+
     def with_own_positions(self, inputs: dict) -> dict:
         """A batch whose position_ids count from 0 as the model's forward wants it.
 

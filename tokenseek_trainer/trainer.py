@@ -260,6 +260,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
     def _open_session(self, model: nn.Module) -> TokenSeekSession:
         if extract_model_from_parallel(model, keep_fp32_wrapper=True) is not self._structure.outer:
             self._structure, self._checked = inspect_model(model), False  # model_init made a new one
+            self._loss_shifts_labels = self._structure.shift
         return TokenSeekSession(model, self.tokenseek, self._structure)
 
     def _with_position_ids(self, inputs: dict[str, Any]) -> dict[str, Any]:
