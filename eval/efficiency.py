@@ -27,22 +27,24 @@ from tokenseek_trainer.provenance import provenance
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["step_case"])  # imported once for all cases
+# So many cases of a group take turns: they wait in memory (24 GiB are enough).
+TOGETHER = 6
 GROUP = ("model", "blocks", "rows", "tokens", "ratio", "adapter")  # what the cases of a group share
 
 
 def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     """The groups of cases: those of one group share model, rows and length, and take turns."""
-    both = [name for name in METHODS if name != SFT]
+    without_sft = [name for name in METHODS if name != SFT]
     main = ["Trainer", "Trainer + checkpointing", "TokenSeek", "TokenSeek + checkpointing"]
     if device == "cuda" or toy:
         cases = [
             ("qwen2.5-0.5b", "full", (1024, 8192), main),
-            ("llama-3.2-1b", "full", (1024, 8192), both),
+            ("llama-3.2-1b", "full", (1024, 8192), without_sft),
             ("llama-3.2-1b", "lora", (1024, 8192), main),
             ("llama-3.2-3b", "full", (1024, 4096), main),
         ]
         if toy:
-            cases = [("smollm2-135m", "full", (64, 128), both), ("smollm2-135m", "lora", (64,), main)]
+            cases = [("smollm2-135m", "full", (64, 128), without_sft), ("smollm2-135m", "lora", (64,), main)]
         blocks = 2 if toy else None
         return [
             {"model": m, "blocks": blocks, "rows": 1, "tokens": n, "ratio": 0.1, "adapter": a, "methods": methods}
@@ -54,12 +56,12 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     if quick:
         return [{**short, "tokens": n} for n in (256, 1024)]
     return [
-        {**small, "methods": [*both, SFT], "steps": 4},
+        {**small, "methods": list(METHODS), "steps": 4},
         *({**short, "rows": rows, "tokens": n} for rows, n in ((4, 256), (1, 1024), (1, 4096))),
         *({**short, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
         {**short, "adapter": "lora"},
         {**short, "adapter": "qlora"},
-        {**short, "model": "llama-3.2-1b", "blocks": 4, "one by one": True},  # together they need 30 GiB
+        {**short, "model": "llama-3.2-1b", "blocks": 4, "together": 1},
     ]
 
 
@@ -140,12 +142,10 @@ def measure_group(group: dict, device: str, in_processes: bool, counts: str, ste
     methods = group["methods"]
     if not in_processes:
         found = {method: measure(group, method, device, counts, steps) for method in methods}
-    elif group.get("one by one"):
-        found = {}
-        for method in methods:
-            found |= measure_together(group, [method], device, counts, steps)
     else:
-        found = measure_together(group, methods, device, counts, steps)
+        found, size = {}, group.get("together", TOGETHER)
+        for first in range(0, len(methods), size):
+            found |= measure_together(group, methods[first : first + size], device, counts, steps)
     return {method: case and summarized(case) for method, case in found.items()}
 
 

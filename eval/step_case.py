@@ -14,22 +14,18 @@ from tokenseek_trainer.selection import select
 from tokenseek_trainer.session import TokenSeekSession
 
 
-RANDOM = {"scorer": "random", "selection": "topk"}
+SFT = "SFTTrainer"  # as TRL has it: checkpointing, and its fused head, which never holds all logits
 METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "Trainer": (None, False),
     "Trainer + checkpointing": (None, True),
+    SFT: (None, True),
     "TokenSeek": ({}, False),
     "TokenSeek + checkpointing": ({}, True),
+    "random tokens": ({"scorer": "random", "selection": "topk"}, False),
+    "the paper's scores": ({"scorer": "tokenseek", "selection": "topk", "select_from": "all"}, False),
     "TokenSeek, 30 % in 3 parts": ({"ratio": 0.3, "parts": 3}, False),
     "all tokens in 8 parts": ({"ratio": 1.0, "parts": 8}, False),
-    "random tokens": (RANDOM, False),
-    "the paper's scores": (
-        {"scorer": "tokenseek", "selection": "topk", "select_from": "all"},
-        False,
-    ),
 }
-SFT = "SFTTrainer"  # as TRL has it: checkpointing, and its fused head, which never holds all logits
-METHODS[SFT] = (None, True)
 PHASES = ("seek", "ditch forward", "backward", "optimizer")
 
 
