@@ -1,6 +1,6 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (MINUTES on two AVX2 cores)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (half an hour on two slow AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 

@@ -76,6 +76,7 @@ def efficiency() -> str:
         if base is not None:
             cells = [_beside(group["cases"].get(name), base) for name in METHODS[1:]]
             lines.append(f"| {_group_name(group)} | " + " | ".join(cells) + " |")
+    lines += ["", _distance_to_the_floor(main["cases"])]
     lines += ["", f"(`eval/efficiency.py`; {where_measured(result)}.)"]
     return "\n".join(lines)
 
@@ -87,6 +88,28 @@ def _group_name(group: dict) -> str:
     blocks = "" if group["blocks"] is None else f", {group['blocks']} blocks"
     adapter = "" if group["adapter"] == "full" else f", {group['adapter']}"
     return f"{group['model']}{blocks}{adapter}, {group['rows']} x {group['tokens']} tokens"
+
+
+def _distance_to_the_floor(cases: dict[str, dict]) -> str:
+    """The measured time beside the matrix products, and where a step's time goes."""
+
+    def share(what: str, method: str, base: str = "Trainer") -> str:
+        return f"{cases[method][what] / cases[base][what]:.0%}"
+
+    time, products, stock, both = "seconds_median", "operations", "Trainer + checkpointing", "TokenSeek"
+    parts, all_parts = "TokenSeek, 30 % in 3 parts", "all tokens in 8 parts"
+    spent, forward = cases[both]["parts_median"], cases["random tokens"]["parts_median"]["seek"]
+    return (
+        "How far from the floor: counted in matrix products (a forward of the body over all tokens, the head's forward and input "
+        "gradient, everything once more for the kept tokens) a step of TokenSeek needs "
+        f"{share(products, both)} of the Trainer's, one of random tokens {share(products, 'random tokens')}; "
+        f"{share(time, both)} and {share(time, 'random tokens')} of its time were measured. Beside activation checkpointing it is "
+        f"{share(products, both, stock)} of the products and {share(time, both, stock)} of the time. Of the {cases[both][time]:.1f} s "
+        f"the forward over all tokens takes {forward:.1f}, scoring {spent['seek'] - forward:.1f} (nearly all of it the head), the kept "
+        f"tokens' forward {spent['ditch forward']:.1f} and backward {spent['backward']:.1f}, the optimizer {spent['optimizer']:.1f}. "
+        f"In parts more is left ({share(products, parts)} and {share(time, parts)}, with all tokens {share(products, all_parts)} and "
+        f"{share(time, all_parts)}): every part writes a gradient of every weight."
+    )
 
 
 KINDS = ("gradients of weights", "saved", "recorded keys and values", "logits", "other")
