@@ -157,10 +157,16 @@ class Case:
 
     def _start_optimizer(self) -> None:
         """A step with gradients of 0, after which the optimizer has its state."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self._make_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _make_gradients(self) -> list[torch.Tensor]:
+        """Gradients of 0, as there are some from the second micro-batch on."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        return [p.grad for p in trained]
 
     def _live_peak(self, later: bool) -> dict:
         """Live tensors above the weights and optimizer state, in all and by kind; the device's own count is better where there is one.
@@ -176,10 +182,7 @@ class Case:
             self.step(0, live, counts=True)
         found = {"live_peak_bytes": live.peak, "live_peak_by_kind": live.peak_by_kind}
         if later:
-            for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            with LiveTensors(self.model, [*held, *gradients], self._kind) as live:
+            with LiveTensors(self.model, [*held, *self._make_gradients()], self._kind) as live:
                 self.step(0, live, counts=True)
             found["later_live_peak_bytes"] = live.peak
         return found

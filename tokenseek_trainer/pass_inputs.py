@@ -1,4 +1,4 @@
-"""What the model is given: in the seek pass all tokens of a batch, in the ditch pass the selected ones."""
+"""What the model is given: positions that skip the padding; in the seek pass all tokens of a batch, in the ditch pass the selected ones."""
 
 import torch
 
@@ -11,6 +11,20 @@ from .structure import ModelStructure
 NOT_FOR_MODEL = ("labels", "shift_labels", "token_indices", "token_scores", "num_items_in_batch")
 # Lengths of packed documents for flash attention's kernels, which read them off position_ids if they are not given.
 PACKING_HINTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def shape_of(inputs: dict) -> tuple[int, int]:
+    """(B, n) of a batch."""
+    tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+    return tokens.shape[0], tokens.shape[1]
+
+
+def with_position_ids(inputs: dict) -> dict:
+    """Count positions from the first real token, so that left padding does not shift them; given ones stay."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
+        return inputs
+    return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
 
 def inputs_of_all(inputs: dict, instances: Instances, structure: ModelStructure) -> dict:

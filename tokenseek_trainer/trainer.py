@@ -22,6 +22,7 @@ from .losses import TokenStatistics
 from .model_card import CardFacts, may_write, write_card
 from .objective import refuse_copying
 from .packing import warn_of_mixed_documents
+from .pass_inputs import shape_of, with_position_ids
 from .quantized import cpu_packing_off, undo_cpu_packing
 from .refusals import refuse_combinations, refuse_other_objectives
 from .score_store import ScoreStore
@@ -117,12 +118,12 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             InputError: the batch has no labels, or token columns that do not fit it.
         """
         if model.training:
-            inputs = self._with_position_ids(inputs)
+            inputs = with_position_ids(inputs)
         if not model.training or self._keeps_all(inputs):
             stock = self._structure.with_own_positions({k: v for k, v in inputs.items() if k not in TOKEN_COLUMNS})
             if model.training and self._structure.forward_accepts("use_cache"):
                 stock.setdefault("use_cache", False)  # a cache would switch packed-document masks off
-            shape = _shape(inputs) if model.training else None
+            shape = shape_of(inputs) if model.training else None
             with self._training_log.counting(self.model, shape) if model.training else contextlib.nullcontext():
                 result = super().compute_loss(model, stock, return_outputs, num_items_in_batch, **kwargs)
             if model.training:
@@ -263,13 +264,6 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
             self._loss_shifts_labels = self._structure.shift
         return TokenSeekSession(model, self.tokenseek, self._structure)
 
-    def _with_position_ids(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Count positions from the first real token, so that left padding does not shift them."""
-        mask = inputs.get("attention_mask")
-        if mask is None or mask.ndim != 2 or inputs.get("position_ids") is not None:
-            return inputs
-        return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
-
     # ---- columns, logs, checkpoints ----
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -359,11 +353,6 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
                 metadata,
             )
             write_card(folder, self._structure.outer, facts)
-
-
-def _shape(inputs: dict[str, Any]) -> tuple[int, int]:
-    tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-    return tokens.shape[0], tokens.shape[1]
 
 
 class TokenSeekTrainer(TokenSeekMixin, Trainer):
