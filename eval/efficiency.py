@@ -1,6 +1,6 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (half an hour on two slow AVX2 cores)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (25 minutes on two AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 
@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from step_case import METHODS, SFT, Case, shape
+from step_case import METHODS, OTHER_RATIOS, SFT, Case, shape
 
 from tokenseek_trainer import TokenSeekConfig
 from tokenseek_trainer.estimate import estimate
@@ -58,12 +58,11 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     return [
         {**small, "methods": list(METHODS), "steps": 3},
         {**short, "rows": 4, "tokens": 256},
-        short,
+        {**short, "methods": [*main, *OTHER_RATIOS], "together": 8},
         {**short, "tokens": 4096, "steps": 1},
-        *({**short, "ratio": r, "methods": ["TokenSeek"]} for r in (0.05, 0.2, 0.3, 0.5, 0.999)),
         {**short, "adapter": "lora"},
         {**short, "adapter": "qlora"},
-        {**short, "model": "llama-3.2-1b", "blocks": 4, "together": 1, "steps": 1},
+        {**short, "model": "llama-3.2-1b", "blocks": 4, "methods": main[::2] + main[1::2], "together": 2, "steps": 1},
     ]
 
 
@@ -189,7 +188,7 @@ def main() -> None:
         "--toy", action="store_true", help="the cases of a GPU machine at toy sizes, to try the script"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, help="timed steps of a case (default: 3 in the main group, 1 of long or wide cases, else 2)")
+    parser.add_argument("--steps", type=int, help="timed steps of a case (default: 1 to 3)")
     options = parser.parse_args()
     groups = plan(options.quick, options.device, options.toy)
     done: list[dict] = []

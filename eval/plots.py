@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from step_case import OTHER_RATIOS
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -47,9 +48,10 @@ def draw(left, right, points: list[tuple[float, tuple[float, float]]], **style) 
 
 def against_ratio(groups: list[dict]) -> Figure:
     figure, left, right = two_axes("ratio of tokens kept")
-    same = [g for g in groups if g["tokens"] == 1024]
-    draw(left, right, [(g["ratio"], per_thousand(g, g["cases"]["TokenSeek"])) for g in same], label="TokenSeek")
-    (base,) = [g for g in same if "Trainer" in g["cases"]]
+    (base,) = [g for g in groups if g["tokens"] == 1024]
+    ratios = {"TokenSeek": base["ratio"], **{name: settings["ratio"] for name, (settings, _) in OTHER_RATIOS.items()}}
+    points = [(ratio, per_thousand(base, base["cases"][name])) for name, ratio in ratios.items()]
+    draw(left, right, points, label="TokenSeek")
     for name, line in (("Trainer", "--"), ("Trainer + checkpointing", ":")):
         for axes, value in zip((left, right), per_thousand(base, base["cases"][name]), strict=True):
             axes.axhline(value, linestyle=line, color="gray", label=name)
@@ -59,9 +61,8 @@ def against_ratio(groups: list[dict]) -> Figure:
 
 def against_length(groups: list[dict]) -> Figure:
     figure, left, right = two_axes("tokens of a row")
-    same = [g for g in groups if "Trainer" in g["cases"]]
     for name in METHODS:
-        draw(left, right, [(g["tokens"], per_thousand(g, g["cases"][name])) for g in same], label=name)
+        draw(left, right, [(g["tokens"], per_thousand(g, g["cases"][name])) for g in groups], label=name)
     left.legend(fontsize="small")
     return figure
 

@@ -26,6 +26,7 @@ METHODS = {  # settings of TokenSeek (None: ordinary), activation checkpointing
     "TokenSeek, 30 % in 3 parts": ({"ratio": 0.3, "parts": 3}, False),
     "all tokens in 8 parts": ({"ratio": 1.0, "parts": 8}, False),
 }
+OTHER_RATIOS = {f"TokenSeek, ratio {ratio}": ({"ratio": ratio}, False) for ratio in (0.05, 0.2, 0.5, 0.999)}
 PHASES = ("seek", "ditch forward", "backward", "optimizer")
 
 
@@ -61,7 +62,7 @@ class Case:
     """A model with everything that a step needs."""
 
     def __init__(self, group: dict, method: str, device: str, dtype: torch.dtype):
-        settings, checkpointing = METHODS[method]
+        settings, checkpointing = {**METHODS, **OTHER_RATIOS}[method]
         self.config = None if settings is None else TokenSeekConfig(**{"ratio": group["ratio"], **settings})
         self.device = torch.device(device)
         torch.manual_seed(0)
