@@ -149,6 +149,11 @@ def test_estimators_compare_by_the_formulas():
     assert cosine == pytest.approx(24 / 25) and error == pytest.approx(2**0.5 / 5)
 
 
+def test_estimators_compare_in_float64():
+    _, error = script("estimators")["compare"](torch.tensor([2e-30]), torch.tensor([1e-30]))  # float32 has no 1e-60
+    assert error == pytest.approx(1)
+
+
 def test_every_study_is_a_valid_grid_of_its_recipe():
     fidelity = script("fidelity")
     for study in fidelity["STUDIES"].values():
