@@ -78,7 +78,10 @@ STUDIES = {
     ),
     "ratios": Study(
         "GSM8K, prompt masked: how many tokens are kept",
-        {f"ratio {ratio}": f"--ratio {ratio}" for ratio in (0.05, 0.2, 0.3)},
+        {
+            **{f"ratio {ratio}": f"--ratio {ratio}" for ratio in (0.05, 0.2, 0.3)},
+            "all answers, prompts constant": "--ratio 0.999",  # what is lost by cutting the paths through the prompt
+        },
         seeds=(0,),
     ),
     "budget": Study(
