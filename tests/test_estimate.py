@@ -222,6 +222,13 @@ def test_memory_is_read_in_its_unit(text, expected):
     assert parse_bytes(text) == expected
 
 
+@pytest.mark.filterwarnings("error")
+def test_nothing_but_the_estimate_is_said():
+    plan = Plan(load_config("smollm2-135m"), TokenSeekConfig(), 16, 1, method="lora")
+    plan.config.num_hidden_layers = 1
+    assert plan.estimate("TokenSeek + checkpointing").peak > 0
+
+
 def test_from_the_command_line(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(config_of("llama", 1).to_json_string())  # one block: it is estimated a hundred times

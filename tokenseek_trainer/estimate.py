@@ -10,6 +10,7 @@ A model of many equal blocks is run at two small depths, and the rest follows: b
 import copy
 import json
 import logging
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -207,10 +208,14 @@ class _Builder:
                 import peft
 
                 settings = {"method": self.method.removeprefix("q"), **(self.adapter or ADAPTER)}
-                model = peft.get_peft_model(model, peft_config(settings))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
+                    model = peft.get_peft_model(model, peft_config(settings))
         on_cpu(model)
         if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            newer, older = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # by transformers' version
+            enable = getattr(model, newer) if hasattr(model, newer) else getattr(model, older)
+            enable({"use_reentrant": False})
             if self.method != "full":
                 model.enable_input_require_grads()
         return model
