@@ -15,6 +15,7 @@ from tokenseek_trainer.memory_plan import CASES, Plan, greatest, parse_bytes, pl
 from tokenseek_trainer.recipe import load_recipe
 from tokenseek_trainer.selection import select
 from tokenseek_trainer.session import TokenSeekSession
+from tokenseek_trainer.shipped import names_recipe
 from tokenseek_trainer.testing import tiny_model
 
 
@@ -184,6 +185,7 @@ def test_shipped_configs_have_the_published_sizes(name, parameters):
 
 def test_a_hub_name_without_network_finds_the_shipped_config_or_says_what_is_known():
     assert load_config("meta-llama/Llama-3.2-1B").hidden_size == 2048
+    assert load_config("runs/models/SmolLM2-135M-Instruct").hidden_size == 576
     with pytest.raises(
         ConfigError, match=r"Without network these are known: .*llama-3.2-1b.* Did you mean 'llama-3.2-1b'"
     ):
@@ -279,6 +281,20 @@ peft: {{method: lora, r: 4, target_modules: [q_proj]}}
     plan = plan_of_recipe(load_recipe(recipe))
     assert (plan.autocast, plan.adapter["r"]) == (True, 4)
     assert plan.estimate("TokenSeek").gradients == 3 * (32 * 4 + 4 * 32) * 4  # float32 adapters of three blocks
+
+
+def test_a_shipped_recipe_is_read_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert names_recipe("quickstart") and names_recipe("mine.yaml") and not names_recipe("smollm2-135m")
+    (tmp_path / "quickstart").mkdir()  # a model's folder comes first
+    assert not names_recipe("quickstart")
+
+
+def test_the_commands_take_a_shipped_recipe_s_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for command in ("estimate", "inspect"):
+        assert main([command, "quickstart", "--ratio", "7"]) == 2
+        assert "ratio must be a number in (0, 1], got 7" in capsys.readouterr().err, command
 
 
 def test_autocast_keeps_half_precision_activations():

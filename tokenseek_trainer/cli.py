@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, TokenSeekError
 from .files import write_whole
-from .shipped import copy_recipe, describe_recipes, find_recipe, samples_folder
+from .shipped import copy_recipe, describe_recipes, find_recipe, names_recipe, samples_folder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,7 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Estimate the memory of a training step from the model's config alone: no weights, no GPU. Rows are full and "
         "every position is supervised; what the device's own runtime and fragmentation take comes on top.",
     )
-    estimate.add_argument("model", help="a recipe (.yaml), a folder, a config.json, a shipped config or a hub name")
+    estimate.add_argument(
+        "model",
+        help="a recipe (.yaml, or the name of a shipped one), a folder, a config.json, a shipped config or a hub name",
+    )
     estimate.add_argument("--seq", type=int, help="tokens of a row (default: 2048, or the recipe's)")
     estimate.add_argument("--batch", type=int, help="rows of a micro-batch (default: 1, or the recipe's)")
     estimate.add_argument("--ratio", type=float, help="fraction of tokens kept (default: 0.1, or the recipe's)")
@@ -143,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Score a few rows and show which of their tokens are kept: on the terminal, or with -o as a page. Settings of "
         "the rule can be given as --key value.",
     )
-    inspect.add_argument("model", help="a folder or hub name; or a recipe (.yaml), for its model, rows and rule")
+    inspect.add_argument(
+        "model",
+        help="a folder or hub name; or a recipe (.yaml, or a shipped one's name), for its model, rows and rule",
+    )
     inspect.add_argument("--text", action="append", default=[], help="a text to look at; can be repeated")
     inspect.add_argument("--data", help="a .jsonl or .json file, or a hub name (default: the recipe's training data)")
     inspect.add_argument("--rows", help="which rows of the data, START:STOP (default: 0:8)")
@@ -280,7 +286,7 @@ def _estimate(options, rest) -> None:
     from .memory_plan import Plan, estimate_lines, parse_bytes, plan_of_recipe
     from .recipe import load_recipe
 
-    if options.model.endswith((".yaml", ".yml")):
+    if names_recipe(options.model):
         plan = plan_of_recipe(load_recipe(options.model, rest))
     else:
         _refuse_rest(rest)

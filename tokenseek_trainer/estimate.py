@@ -80,7 +80,7 @@ def load_config(name: str):
     """
     path = Path(name)
     shipped = {file.stem: file for file in CONFIGS.glob("*.json")}
-    key = name.rsplit("/", 1)[-1].lower()
+    key = name.rsplit("/", 1)[-1].lower().removesuffix("-instruct")  # of the same sizes
     if path.suffix == ".json" and path.is_file():
         return _read_config(path)
     if (path / "config.json").is_file():
@@ -213,8 +213,8 @@ class _Builder:
                     model = peft.get_peft_model(model, peft_config(settings))
         on_cpu(model)
         if self.checkpointing:
-            newer, older = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # by transformers' version
-            enable = getattr(model, newer) if hasattr(model, newer) else getattr(model, older)
+            newer = getattr(model, "activation_checkpointing_enable", None)
+            enable = newer or model.gradient_checkpointing_enable  # what it is called in older transformers
             enable({"use_reentrant": False})
             if self.method != "full":
                 model.enable_input_require_grads()

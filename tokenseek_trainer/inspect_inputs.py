@@ -12,6 +12,7 @@ from .errors import ConfigError, InputError
 from .evaluation import checkpoint_tokenizer, load_checkpoint
 from .inspection import TokenReport, check_output, inspect_tokens
 from .recipe import Recipe, load_recipe, tokenseek_settings
+from .shipped import names_recipe
 
 
 DEFAULT_ROWS = "0:8"
@@ -114,7 +115,7 @@ def encode(rows: list[dict], tokenizer, data: Any, first: int) -> tuple[list[int
 
 def _rule(request: Request) -> tuple[Recipe | None, str, TokenSeekConfig]:
     """The recipe, the model's name, and the rule."""
-    is_recipe = request.model.endswith((".yaml", ".yml"))
+    is_recipe = names_recipe(request.model)
     if is_recipe and request.recipe is not None:
         raise ConfigError(f"Give one recipe: {request.model} is one, and --recipe {request.recipe} another.")
     path = request.model if is_recipe else request.recipe

@@ -32,6 +32,11 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+def names_recipe(text: str) -> bool:
+    """Whether a text that may also name a model names a recipe: a YAML file, or a shipped one unless such a path exists."""
+    return text.endswith((".yaml", ".yml")) or (text in recipe_names() and not Path(text).exists())
+
+
 def find_recipe(recipe: str | Path | None, settings: list[str] | tuple[str, ...] = ()) -> Path:
     """The file of a recipe, given as a path or as the name of a shipped one.
 
