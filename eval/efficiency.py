@@ -1,6 +1,6 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (25 minutes on two AVX2 cores)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (25 to 30 minutes on two AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 
@@ -11,6 +11,7 @@ then the cases of a group take turns, a timed step each, so that a machine whose
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -28,7 +29,7 @@ from tokenseek_trainer.provenance import provenance
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["step_case"])  # imported once for all cases
 # So many cases of a group take turns: they wait in memory (24 GiB are enough).
-TOGETHER = 6
+TOGETHER = 9
 GROUP = ("model", "blocks", "rows", "tokens", "ratio", "adapter")  # what the cases of a group share
 
 
@@ -58,7 +59,7 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     return [
         {**small, "methods": list(METHODS), "steps": 3},
         {**short, "rows": 4, "tokens": 256},
-        {**short, "methods": [*main, *OTHER_RATIOS], "together": 8},
+        {**short, "methods": [*main, *OTHER_RATIOS]},
         {**short, "tokens": 4096, "steps": 1},
         {**short, "adapter": "lora"},
         {**short, "adapter": "qlora"},
@@ -101,11 +102,21 @@ class CaseProcess:
 def _serve(pipe, group: dict, method: str, device: str, counts: str) -> None:
     case = Case(group, method, device, torch.float32)
     case.count(counts)
+    _release_freed_memory()
     pipe.send("counted")
     while (number := pipe.recv()) is not None:
         case.step(number)
+        _release_freed_memory()
         pipe.send("stepped")
     pipe.send(case.result())
+
+
+def _release_freed_memory() -> None:
+    """Hand back what glibc keeps of freed memory: the other cases need it while this one waits."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def measure_together(group: dict, methods: list[str], device: str, counts: str, steps: int) -> dict[str, dict | None]:
