@@ -72,7 +72,7 @@ def test_the_plots_are_drawn_from_the_results():
     pytest.importorskip("matplotlib")
     plots, groups = script("plots"), json.loads((EVAL / "results" / "efficiency.json").read_text())["groups"]
     small = [g for g in groups if g["model"] == "smollm2-135m" and g["blocks"] and g["adapter"] == "full"]
-    memory, seconds = plots["against_ratio"](small).axes
+    memory, _ = plots["against_ratio"](small).axes
     assert list(memory.lines[0].get_xdata()) == [0.05, 0.1, 0.2, 0.5, 0.999] and len(memory.lines) == 3
     kept = list(memory.lines[0].get_ydata())
     assert kept == sorted(kept) and kept[-1] > kept[0] > 0
