@@ -185,7 +185,7 @@ def test_shipped_configs_have_the_published_sizes(name, parameters):
 
 def test_a_hub_name_without_network_finds_the_shipped_config_or_says_what_is_known():
     assert load_config("meta-llama/Llama-3.2-1B").hidden_size == 2048
-    assert load_config("runs/models/SmolLM2-135M-Instruct").hidden_size == 576
+    assert load_config("HuggingFaceTB/SmolLM2-135M-Instruct").hidden_size == 576
     with pytest.raises(
         ConfigError, match=r"Without network these are known: .*llama-3.2-1b.* Did you mean 'llama-3.2-1b'"
     ):
