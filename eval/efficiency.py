@@ -16,6 +16,7 @@ import gc
 import json
 import multiprocessing
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -204,6 +205,7 @@ def main() -> None:
     groups = plan(options.quick, options.device, options.toy)
     done: list[dict] = []
     for group in groups:
+        began = time.perf_counter()
         steps = options.steps or group.get("steps", 2)
         in_processes = options.device == "cpu" and not options.toy
         cases = measure_group(group, options.device, in_processes, "one micro-batch" if done else "all", steps)
@@ -211,7 +213,8 @@ def main() -> None:
             for method, case in cases.items():
                 if case is not None and method != SFT:
                     case["operations"] = operations(group, method)
-        done.append({**{key: value for key, value in group.items() if key in GROUP}, "cases": cases})
+        described = {key: value for key, value in group.items() if key in GROUP}
+        done.append({**described, "measuring_seconds": round(time.perf_counter() - began), "cases": cases})
         result = {
             "benchmark": "efficiency",
             "conditions": {

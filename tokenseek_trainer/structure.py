@@ -219,7 +219,9 @@ def _refuse_unsupported(lm: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders are supported.")
     layer_types = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
     other = sorted(layer_types - {*ATTENTION_LAYER_TYPES, *TOKENWISE_LAYER_TYPES})
-    if other or (lm._is_stateful and not layer_types):
+    # transformers up to 5.24 marks what keeps a state; later ones name all layers, but of these two
+    keeps_state = getattr(lm, "_is_stateful", lm.config.model_type in ("rwkv", "xlstm"))
+    if other or (keeps_state and not layer_types):
         reasons = [why for word, why in MIXED_BY.items() if any(word in kind for kind in other)]
         which = f"layers of type {', '.join(other)}" if other else "recurrent or state-space layers"
         which += f" ({'; '.join(reasons)})" if reasons else ""
