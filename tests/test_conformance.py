@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, TrainingArguments
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.falcon import modeling_falcon
 
 from tokenseek_trainer import TokenSeekConfig, TokenSeekTrainer, attention
 from tokenseek_trainer.collator import TokenSeekCollator
@@ -59,8 +60,15 @@ def test_several_residual_streams():
 
 
 def test_alibi_in_a_model_that_takes_positions_too():
-    """Its eager branch differs from its sdpa branch, so neither may stand for the other."""
-    assert check_family("falcon", alibi=True, new_decoder_architecture=False)["outcome"] == "exact"
+    """Its eager branch differs from its sdpa branch, so neither may stand for the other.
+
+    Where the biases are added to the mask (transformers 5.25), the self-check refuses it.
+    """
+    found = check_family("falcon", alibi=True, new_decoder_architecture=False)
+    if hasattr(modeling_falcon, "ALL_ATTENTION_FUNCTIONS"):
+        assert found["outcome"] == "refused" and "does not run on a part of its tokens" in found["reason"]
+    else:
+        assert found["outcome"] == "exact"
 
 
 def test_masks_of_other_models_are_left_alone_and_the_mask_function_is_put_back():

@@ -62,12 +62,13 @@ def test_context_score_is_the_column_sum_of_the_models_own_attentions(family, na
 
 
 def test_the_probabilities_of_a_fused_call_are_those_of_the_eager_branch():
-    """Falcon calls scaled_dot_product_attention itself, which shows none."""
+    """Falcon calls scaled_dot_product_attention itself, which shows none (up to transformers 5.24)."""
     found = {}
     for implementation in ("sdpa", "eager"):
         model = tiny_family_model("falcon", torch.float64, attn_implementation=implementation)
         assert model.config._attn_implementation == implementation
-        found[implementation] = seek(model, ragged_batch((9, 12)))[0].context
+        with Float32AsFloat64():  # later ones take the eager softmax in float32
+            found[implementation] = seek(model, ragged_batch((9, 12)))[0].context
     torch.testing.assert_close(found["sdpa"], found["eager"], rtol=1e-9, atol=1e-12)
 
 

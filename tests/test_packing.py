@@ -23,7 +23,7 @@ from tokenseek_trainer.testing import packed_batch, ragged_batch, tiny_model
         ("opt", False),
         ("openai-gpt", False),
         ("xglm", False),
-        ("roberta", False),
+        ("biogpt", False),
     ],
 )
 def test_the_masks_say_what_the_logits_say(family, apart):
