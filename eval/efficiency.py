@@ -62,8 +62,8 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
         {**short, "rows": 4, "tokens": 256},
         {**short, "methods": [*main, *OTHER_RATIOS]},
         {**short, "tokens": 4096, "steps": 1},
-        {**short, "adapter": "lora"},
-        {**short, "adapter": "qlora"},
+        {**small, "methods": main, "adapter": "lora"},
+        {**small, "methods": main, "adapter": "qlora"},
         {**short, "model": "llama-3.2-1b", "blocks": 4, "methods": main[::2] + main[1::2], "together": 2, "steps": 1},
     ]
 

@@ -123,6 +123,7 @@ ATTENTION_ONLY: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["attention"] * N_LAYERS},
     "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
     "kimi_linear": FULL_ATTENTION,
+    "kolibri1_1": {"head_dim": 16, "index_num_heads": 1},
     "lara_mini": FULL_ATTENTION,
     "lfm2_moe": FULL_ATTENTION,
     "lfm3": FULL_ATTENTION,
