@@ -206,6 +206,7 @@ REFUSED_FOR = {
     "cannot be told apart": "hidden states of several streams of tokens",
     "attention interface": "attention written out, whose keys and values show nowhere",
     "attends to keys of": "tokens of its own beside the given ones",
+    "The indexer of": "an indexer that chooses groups of tokens, not tokens",
     "part of its tokens": "attention by hand that counts on all tokens",
 }
 
