@@ -1,6 +1,6 @@
 """Memory and time of training steps beside strong baselines, each case in a process of its own, cases taking turns.
 
-    python eval/efficiency.py --output eval/results/efficiency.json           all (25 to 30 minutes on two AVX2 cores)
+    python eval/efficiency.py --output eval/results/efficiency.json           all (25 minutes on two AVX2 cores)
     python eval/efficiency.py --quick --output ...                            a few minutes
     python eval/efficiency.py --device cuda --output ...                      bfloat16, real sizes (see eval/gpu.sh)
 
@@ -8,10 +8,10 @@ Per case: bytes kept for the backward; the greatest sum of live tensors above we
 process or device; seconds per step and of each part of it; tokens per second; of the main group also operations. Random weights
 (cost does not depend on values), full rows, everything supervised, AdamW. First the bytes of a step are counted, case by case;
 then the cases of a group take turns, a timed step each, so that a machine whose speed changes is as fast for one as for another.
+A waiting case keeps what its allocator holds, as a training run does: handing it back costs the next step, and not all alike.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -29,8 +29,10 @@ from tokenseek_trainer.provenance import provenance
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["step_case"])  # imported once for all cases
-# So many cases of a group take turns: they wait in memory (24 GiB are enough).
-TOGETHER = 9
+# So many cases of a group take turns: they wait in memory (24 GiB are enough). These two take theirs after the others.
+TOGETHER = 7
+APART = (SFT, "all tokens in 8 parts")
+CASES = (*METHODS, *OTHER_RATIOS)  # in this order in the results
 GROUP = ("model", "blocks", "rows", "tokens", "ratio", "adapter")  # what the cases of a group share
 
 
@@ -58,7 +60,7 @@ def plan(quick: bool, device: str, toy: bool) -> list[dict]:
     if quick:
         return [{**short, "tokens": n} for n in (256, 1024)]
     return [
-        {**small, "methods": list(METHODS), "steps": 3},
+        {**small, "methods": sorted(METHODS, key=APART.__contains__), "steps": 3},
         {**short, "rows": 4, "tokens": 256},
         {**short, "methods": [*main, *OTHER_RATIOS]},
         {**short, "tokens": 4096, "steps": 1},
@@ -103,21 +105,11 @@ class CaseProcess:
 def _serve(pipe, group: dict, method: str, device: str, counts: str) -> None:
     case = Case(group, method, device, torch.float32)
     case.count(counts)
-    _release_freed_memory()
     pipe.send("counted")
     while (number := pipe.recv()) is not None:
         case.step(number)
-        _release_freed_memory()
         pipe.send("stepped")
     pipe.send(case.result())
-
-
-def _release_freed_memory() -> None:
-    """Hand back what glibc keeps of freed memory: the other cases need it while this one waits."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def measure_together(group: dict, methods: list[str], device: str, counts: str, steps: int) -> dict[str, dict | None]:
@@ -159,7 +151,7 @@ def measure_group(group: dict, device: str, in_processes: bool, counts: str, ste
         found, size = {}, group.get("together", TOGETHER)
         for first in range(0, len(methods), size):
             found |= measure_together(group, methods[first : first + size], device, counts, steps)
-    return {method: case and summarized(case) for method, case in found.items()}
+    return {method: found[method] and summarized(found[method]) for method in CASES if method in found}
 
 
 def operations(group: dict, method: str) -> float:
