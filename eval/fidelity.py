@@ -93,13 +93,13 @@ STUDIES = {
         seeds=(0,),
     ),
     "unmasked": Study(
-        "GSM8K, all tokens supervised", MAIN, settings="--learning_rate 1e-4 --train_on_prompt true", seeds=(0,)
+        "GSM8K, all tokens supervised", MAIN, settings="--learning_rate 1e-4 --train_on_prompt true", seeds=(0, 1)
     ),
     "instructions": Study(
         "instructions of mixed sources, prompt masked",
         {**MAIN, **THREE_PARTS},
         recipe="instructions",
-        seeds=(0,),
+        seeds=(0, 1),
         suite="arc_easy:0",
         evaluation=("--limit", "200"),
     ),
