@@ -102,6 +102,12 @@ STUDIES = {
         suite="arc_easy:0",
         evaluation=("--limit", "200"),
     ),
+    "examples": Study(
+        "GSM8K behind six worked examples, prompt masked",
+        {**MAIN, "default, twice the steps": "--num_train_epochs 1 --eval_steps 50"},
+        recipe="gsm8k_examples",
+        seeds=(0,),
+    ),
     "importance": Study(
         "GSM8K, prompt masked: what tokens are drawn by",
         {

@@ -63,6 +63,7 @@ def fidelity() -> str:
         "budget",
         "long",
         "unmasked",
+        "examples",
         "instructions",
         "lora",
         "loha",
