@@ -78,7 +78,7 @@ def test_two_processes_train_like_one_with_twice_the_batch(results, ratio, batch
     two, one = (result[f"{batch} {ratio} True"] for result in results)
     # at ratio 1.0 it is the stock loss, which transformers computes in float32
     assert relative_error(two[0], one[0]) < (1e-9 if ratio < 1 else 1e-6)
-    for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept"):
+    for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept", "supervised_fraction"):
         assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
     places = [key for key in one[1][0] if key.startswith("kept/")]
     assert bool(places) == (ratio < 1)
@@ -116,7 +116,7 @@ def test_wrapped_passes_give_the_gradient_of_one_process(results, wrapper, ratio
 def test_parts_on_two_processes_are_the_whole_on_one(results, batch):
     two, one = (result[f"parts {batch}"] for result in results)
     assert relative_error(two[0], one[0]) < 1e-9
-    for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept"):
+    for key in ("loss", "full_loss", "kept_tokens", "kept_fraction", "supervised_kept", "supervised_fraction"):
         assert two[1][0][key] == pytest.approx(one[1][0][key], rel=1e-6), key
 
 

@@ -75,7 +75,7 @@ def test_accumulation_split_changes_nothing(tmp_path, config):
     assert relative_error(b, a) < tolerance
     assert relative_error(c, a) < tolerance
     assert losses(split) == pytest.approx(losses(whole), rel=1e-6)
-    for key in ("kept_tokens", "kept_fraction", "supervised_kept", "full_loss"):
+    for key in ("kept_tokens", "kept_fraction", "supervised_kept", "supervised_fraction", "full_loss"):
         assert split.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
         assert uneven.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
 
@@ -101,7 +101,7 @@ def test_ratio_1_is_the_stock_trainer(tmp_path):
     )
     assert losses(ours) == losses(stock)
     assert relative_error(a, b) == 0
-    assert ours.state.log_history[0]["kept_fraction"] == 1.0
+    assert ours.state.log_history[0]["kept_fraction"] == ours.state.log_history[0]["supervised_fraction"] == 1.0
 
 
 def test_keeping_all_tokens_through_the_two_passes_is_the_stock_trainer(tmp_path):
@@ -130,7 +130,15 @@ def test_parts_keep_less_for_the_backward_and_log_the_same(tmp_path):
         logs[parts] = trainer.state.log_history[0]
         first = first or after
         assert relative_error(after, first) < 1e-9
-    for key in ("loss", "full_loss", "grad_norm", "kept_tokens", "kept_fraction", "supervised_kept"):
+    for key in (
+        "loss",
+        "full_loss",
+        "grad_norm",
+        "kept_tokens",
+        "kept_fraction",
+        "supervised_kept",
+        "supervised_fraction",
+    ):
         assert logs[4][key] == pytest.approx(logs[1][key], rel=1e-9), key
     assert logs[1]["saved_mib"] > 1.6 * logs[2]["saved_mib"] > 2 * logs[4]["saved_mib"]
 
@@ -142,6 +150,8 @@ def test_logged_quantities(tmp_path):
     assert log["kept_tokens"] == kept
     assert log["kept_fraction"] == pytest.approx(kept / 31)
     assert 0 < log["supervised_kept"] <= kept
+    n_supervised = sum(label != -100 for row in examples() for label in row["labels"][1:])
+    assert log["supervised_fraction"] == pytest.approx(log["supervised_kept"] / n_supervised)
     assert log["saved_mib"] > 0
     batch = TokenSeekCollator()(examples())
     assert log["full_loss"] == pytest.approx(tiny_model("llama")(**batch).loss.item(), rel=1e-5)

@@ -101,6 +101,7 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     rows = [
         ("tokens kept, asked for", f"{config.ratio:.1%}" + (f" in {config.parts} parts" if config.parts > 1 else "")),
         ("tokens kept, measured", _mean(facts.log, "kept_fraction", ".1%")),
+        ("of those with a loss", _mean(facts.log, "supervised_fraction", ".1%")),
         ("chosen by", f"scorer {config.scorer}, selection {config.selection}, from {config.select_from} tokens"),
         ("optimizer steps", str(facts.steps)),
         ("held-out loss", _last(facts.log, "eval_loss")),

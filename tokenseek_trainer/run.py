@@ -318,6 +318,7 @@ def _write_summary(trainer, recipe, before, after, seconds, code) -> dict:
         "seconds_per_step": round(statistics.median(timed), 4) if timed else None,
         "tokens_per_second": round(tokens / seconds, 1),
         "kept_fraction": logs[-1]["kept_fraction"] if logs else None,
+        "supervised_fraction": logs[-1]["supervised_fraction"] if logs else None,
         "saved_mib": max((entry["saved_mib"] for entry in logs if "saved_mib" in entry), default=None),
         "peak_device_mib": max(peaks, default=None),
         "peak_process_mib": round(peak_process_bytes() / MIB, 1),
@@ -347,7 +348,8 @@ def format_summary(summary: dict) -> str:
         ),
         f"trained           {summary['optimizer_steps']} steps on {summary['train_rows']} rows in {summary['seconds']} s, "
         f"{summary['tokens_per_second']} tokens/s",
-        f"kept              {show(summary['kept_fraction'], 3)} of the tokens",
+        f"kept              {show(summary['kept_fraction'], 3)} of the tokens, "
+        f"{show(summary['supervised_fraction'], 3)} of those with a loss",
         f"saved for backward {show(summary['saved_mib'], 1)} MiB per micro-batch (activations, keys and values)",
         f"peak memory       {device}process {summary['peak_process_mib']} MiB",
         f"checkpoint        {summary['checkpoint']}",

@@ -43,7 +43,7 @@ class TokenSeekMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc
     It logs beside `loss`, averaged over the optimizer steps since the last log:
         full_loss: the loss over all supervised tokens, from the seek passes that scored (absent with `scorer="random"`).
         kept_tokens, supervised_kept: tokens kept per optimizer step over all processes, and those that carry a loss.
-        kept_fraction: kept tokens / real tokens.
+        kept_fraction, supervised_fraction: kept tokens / real tokens, and the same of those that carry a loss.
         saved_mib: MiB that this process keeps for the backward of one micro-batch: by autograd, and the recorded keys and
             values.
         step_seconds: seconds of one optimizer step, without evaluation and saving.

@@ -61,6 +61,7 @@ class TrainingLog:
             kept=selection.mask.sum(),
             real=instances.n_tokens.sum(),
             supervised_kept=selection.supervised.sum(),
+            supervised=instances.n_supervised.sum(),
             full_loss=full_loss,
         )
 
@@ -73,7 +74,14 @@ class TrainingLog:
         n_supervised = len(labels) if structure.loss_per_row else instances.n_supervised.sum()
         n_tokens = instances.n_tokens.sum()
         full_loss = loss.detach() / (accumulation if num_items_in_batch is None else 1)
-        self._add(accumulation, kept=n_tokens, real=n_tokens, supervised_kept=n_supervised, full_loss=full_loss)
+        self._add(
+            accumulation,
+            kept=n_tokens,
+            real=n_tokens,
+            supervised_kept=n_supervised,
+            supervised=n_supervised,
+            full_loss=full_loss,
+        )
 
     def _add(self, accumulation, **values):
         kept = values["supervised_kept"]
@@ -96,6 +104,7 @@ class TrainingLog:
             "kept_tokens": sums["kept"] / self.optimizer_steps,
             "kept_fraction": sums["kept"] / max(sums["real"], 1),
             "supervised_kept": sums["supervised_kept"] / self.optimizer_steps,
+            "supervised_fraction": sums["supervised_kept"] / max(sums["supervised"], 1),
         }
         if sums["scored"] > 0:
             logs["full_loss"] = sums["full_loss"] / sums["scored"]
